@@ -1,6 +1,7 @@
 """The command `fastbert`: search and embeddings, predictions, and tools around a model."""
 
 import argparse
+import os
 import sys
 import warnings
 
@@ -11,16 +12,26 @@ from fastbert.cli.embeddings import show_results
 __all__ = ["main", "show_results"]
 
 _MENDABLE = (OSError, ValueError, TypeError, IndexError, RuntimeError, AssertionError, ModuleNotFoundError)
+INTERRUPTED = 130  # as shells say it
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command. Returns 0 on success, 1 for a failed check, 2 with a line on stderr for a user's mistake."""
+    """Runs the command. Returns 0 on success, 1 for a failed check, 2 with a line on stderr for a user's mistake, 130
+    after Ctrl-C. With FASTBERT_TRACEBACK=1 in the environment, errors have a traceback."""
     args = _parser().parse_args(arguments)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
             return args.run(args) or 0
+    except BrokenPipeError:  # the reader of the output, such as `head`, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails
+        return 0
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
     except _MENDABLE as error:
+        if os.environ.get("FASTBERT_TRACEBACK") == "1":
+            raise
         _say(str(error) or type(error).__name__)
         return 2
 

@@ -12,7 +12,7 @@ from fastbert import checkpoint
 from fastbert.prepared import CONFIG_ENTRY, PRECISIONS
 
 DTYPES = ("float32", "bfloat16", "float16")
-TEXT_FILE = 'texts, one a line, or in the column "text" of x.jsonl, x.csv, x.tsv or x.parquet'
+TEXT_FILE = 'texts, one a line ("-" for stdin), or in the column "text" of x.jsonl, x.csv, x.tsv or x.parquet'
 
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -95,10 +95,10 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
 
 
 def lines(path: Path) -> list[str]:
-    """All texts of a file, blank lines included, so that row i of an array belongs to line i."""
+    """All texts of a file, or with "-" of stdin, blank lines included, so that row i of an array belongs to line i."""
     from fastbert.data.rows import texts_of_file
 
-    texts = list(texts_of_file(path))
+    texts = sys.stdin.read().splitlines() if str(path) == "-" else list(texts_of_file(path))
     if not any(text.strip() for text in texts):
         raise ValueError(f"{path} holds no text")
     return texts

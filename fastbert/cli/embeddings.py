@@ -35,6 +35,8 @@ def add(commands) -> None:
     search.add_argument("--text", type=Path, help=f"{TEXT_FILE} (default: Python's documentation)")
     search.add_argument("--corpus", type=Path, metavar="DIR", help="embeddings of `fastbert embed FILE --output DIR`")
     search.add_argument("--index", action="store_true", help="by the corpus's index, approximately, not by all of it")
+    other = "accepts embeddings of another model, such as the same one in another --precision"
+    search.add_argument("--any-encoder", action="store_true", help=other)
     search.add_argument("--prompt-name", metavar="NAME", help="of the questions (default: the model's for queries)")
     search.add_argument("--top", type=int, default=3, help="passages to show for each question (default: 3)")
     add_json(search)
@@ -77,8 +79,9 @@ def _search(args: argparse.Namespace) -> None:
     if args.corpus:
         _search_corpus(args)
         return
-    if args.index:
-        raise ValueError("--index is of a corpus; expected --corpus DIR with it")
+    for option in ("index", "any_encoder"):
+        if getattr(args, option):
+            raise ValueError(f"--{option.replace('_', '-')} is of a corpus; expected --corpus DIR with it")
     if args.text:
         passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
     else:
@@ -95,7 +98,7 @@ def _search_corpus(args: argparse.Namespace) -> None:
         raise ValueError("--text and --corpus are both given; expected one of them")
     corpus, encoder = EmbeddedCorpus(args.corpus), _encoder(args)
     questions = encoder.encode_query(args.question, prompt_name=args.prompt_name)
-    scores, rows = corpus.search(encoder, questions, args.top, index=args.index)
+    scores, rows = corpus.search(encoder, questions, args.top, index=args.index, any_encoder=args.any_encoder)
     best = []
     for values, found in zip(scores.tolist(), rows.tolist(), strict=True):
         texts = corpus.texts(found) if corpus.manifest["keep_texts"] else [""] * len(found)

@@ -29,6 +29,9 @@ def add(commands) -> None:
     option("--api-key-file", type=Path, metavar="FILE", help="keys that clients send as Bearer tokens, one a line")
     option("--max-inputs", type=int, default=32, metavar="N", help="texts or pairs in a request (default: 32)")
     option("--max-body", type=int, default=2_000_000, metavar="BYTES", help="of a request (default: 2000000)")
+    option("--max-requests", type=int, default=512, metavar="N", help="at once; others are refused, 429 (default: 512)")
+    cut = "cut texts at the model's length unless a request says otherwise (default: they are refused, 413)"
+    option("--auto-truncate", action="store_true", help=cut)
     waiting = "that may wait; beyond them requests are refused, 429 (default: 1048576)"
     option("--waiting-tokens", type=int, default=1 << 20, metavar="N", help=waiting)
     option(
@@ -46,11 +49,12 @@ def _serve(args: argparse.Namespace) -> None:
 
     keys, models = _keys(args.api_key_file), [_model(args, given) for given in args.model]
     limits = Limits(
-        args.max_inputs, args.max_body, args.batch_tokens, args.waiting_tokens, args.timeout, workers=args.workers
-    )
+        args.max_inputs, args.max_body, args.batch_tokens, args.waiting_tokens, args.timeout, workers=args.workers,
+        requests=args.max_requests,
+    )  # fmt: skip
     torch.set_num_threads(max(1, torch.get_num_threads() // limits.workers))
     listening = _listening(args.host, args.port)
-    app = create_app(Service(models, limits), keys)
+    app = create_app(Service(models, limits, auto_truncate=args.auto_truncate), keys)
     warnings.filterwarnings("ignore", message=".*: cut there")  # clients ask for truncation
     _log_lines()
     server = uvicorn.Server(

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import operator
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ from torch.utils.data import Dataset
 from fastbert.data.tokenizer import copy_of
 
 NO_WORD = -1  # word_ids of special tokens
+_LONG = 16  # characters for each token that is kept: English has some 4
+_SPACE = re.compile(r"\s")
 
 
 def _numbers(values: Sequence[int | None]) -> np.ndarray:
@@ -151,17 +154,34 @@ def cut_encodings(
 ) -> Iterator[tuple[Any, slice | np.ndarray]]:
     """Yields encodings of texts or pairs, each with the tokens to keep. At the end, warns how many texts were cut.
 
-    truncation: False raises TooLong instead of cutting.
+    truncation: False raises TooLong instead of cutting. Of a long text only the beginning is tokenised, up to a space
+    and to more tokens than are kept.
     """
-    seen = cut = 0
-    for encoding in encodings(tokenizer, inputs):
+    inputs, seen, cut = list(inputs), 0, 0
+    shorter, sides = zip(*(_beginning(one, _LONG * max_length) for one in inputs), strict=True) if inputs else ((), ())
+    for side, encoding in zip(sides, encodings(tokenizer, shorter), strict=True):
+        if side is not None and encoding.sequence_ids.count(side) < max_length:
+            (encoding,), side = encodings(tokenizer, [inputs[seen]]), None
         if len(encoding) > max_length and not truncation:
-            raise TooLong(f"texts[{seen}] has {len(encoding)} tokens; expected at most {max_length}")
+            count = f"{'more than ' if side is not None else ''}{len(encoding)}"
+            raise TooLong(f"texts[{seen}] has {count} tokens; expected at most {max_length}")
         seen, cut = seen + 1, cut + (len(encoding) > max_length)
         (piece,) = pieces(encoding, max_length, split=False)
         yield encoding, piece
     if cut:
         warnings.warn(f"{cut} of {seen} texts are longer than {max_length} tokens: cut there", stacklevel=5)
+
+
+def _beginning(one: Any, characters: int) -> tuple[Any, int | None]:
+    """A text or pair in which the one long text ends at the first space after so many characters, and which text that
+    is; the whole, and None, if no text is long or both are: which of two is cut depends on both lengths."""
+    texts = (one,) if isinstance(one, str) else tuple(one)
+    long = [side for side, text in enumerate(texts) if len(text) > characters]
+    end = _SPACE.search(texts[long[0]], characters) if len(long) == 1 else None
+    if end is None:
+        return one, None
+    shorter = [text[: end.start()] if side == long[0] else text for side, text in enumerate(texts)]
+    return (shorter[0] if isinstance(one, str) else tuple(shorter)), long[0]
 
 
 def _batched(inputs: Iterable[Any]) -> Iterator[list[Any]]:

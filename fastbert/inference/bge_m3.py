@@ -127,7 +127,7 @@ class M3Encoder:
         """Writes a directory that `from_pretrained` and FlagEmbedding read. SentenceEncoder and sentence-transformers
         compute the same dense vectors from it. Each file is replaced whole; modules.json is written last."""
         directory = Path(directory)
-        sentence_files.begin(directory)
+        sentence_files.begin(directory, "1_Pooling")
         self.model.save_pretrained(directory)
         save_tokenizer(self.tokenizer, directory, self.max_length)
         for name, file in FILES.items():

@@ -88,7 +88,8 @@ def embed_corpus(
 
     A part is replaced whole, so a job that is killed at any moment and started again ends with the same files as one
     that was not killed. Raises ValueError if the directory belongs to another encoder, prompt, precision or input,
-    naming which, for files without text, and as `texts_of_file`; RuntimeError while another process writes there.
+    naming which, for files without text, for an embedding that is not finite, and as `texts_of_file`; RuntimeError
+    while another process writes there.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"embed_corpus: precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
@@ -145,10 +146,17 @@ def write_part(encoder: SentenceEncoder, recipe: Recipe, part: Part, progress: P
     """Embeds the texts of a part, and writes its file whole."""
     arrow, parquet = require("pyarrow", "pyarrow"), require("pyarrow.parquet", "pyarrow")
     vectors = encoder.encode(part.texts, prompt=recipe.prompt, progress=progress, **recipe.options)
+    vectors = vectors.cpu().to(getattr(torch, recipe.precision))
+    if len(wrong := (~vectors.isfinite()).any(1).nonzero()):
+        text = part.texts[int(wrong[0])]
+        raise ValueError(
+            f"the embedding of row {part.first + int(wrong[0])} is not finite in {recipe.precision}: {text[:60]!r}; "
+            "expected finite numbers, as float32 has for most models"
+        )
     columns = {"row": arrow.array(np.arange(part.first, part.first + len(vectors)))}
     if recipe.keep_texts:
         columns["text"] = arrow.array(part.texts, arrow.string())
-    numbers = arrow.array(vectors.cpu().to(getattr(torch, recipe.precision)).reshape(-1).numpy())
+    numbers = arrow.array(vectors.reshape(-1).numpy())
     columns["embedding"] = arrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
     with replacing(part.path) as file:
         parquet.write_table(
@@ -289,16 +297,20 @@ class EmbeddedCorpus:
         return [found[row] for row in rows]
 
     def search(
-        self, encoder: SentenceEncoder, queries: Tensor, k: int, *, index: bool = False
+        self, encoder: SentenceEncoder, queries: Tensor, k: int, *, index: bool = False, any_encoder: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(scores, rows), each (N, min(k, len)): the rows most similar to each of the queries (N, C), best first.
 
         encoder: made the queries, and its measure is used. Its fingerprint is compared with the corpus's the first time
-        it is given. index: searches in the index of `build_index`, approximately, instead of all vectors. Raises
-        ValueError for an encoder other than the corpus's, other shapes, a k below 1 and a score that is NaN; TypeError
-        for anything but a tensor.
+        it is given. index: searches in the index of `build_index`, approximately, instead of all vectors. any_encoder:
+        accepts another encoder, such as the same one in another precision. Raises ValueError for an encoder other than
+        the corpus's, or with another measure than an index has, other shapes, a k below 1 and a score that is NaN;
+        TypeError for anything but a tensor.
         """
-        if self._encoder is None or self._encoder() is not encoder:
+        if index and encoder.similarity_name != self.manifest["similarity"]:
+            measures = f"{self.manifest['similarity']!r}, and the encoder's is {encoder.similarity_name!r}"
+            raise ValueError(f"search: the index's measure is {measures}; expected the same, or a search without it")
+        if not any_encoder and (self._encoder is None or self._encoder() is not encoder):
             if fingerprint(encoder) != self.manifest["encoder"]:
                 raise ValueError(f"{self.directory} has embeddings of another encoder; expected the queries' own")
             self._encoder = weakref.ref(encoder)
@@ -320,15 +332,20 @@ class EmbeddedCorpus:
 
     def build_index(self, precision: str = "float16", progress: Callable[[int], None] | None = None) -> Path:
         """Writes index.usearch, an HNSW graph of all vectors by the package `usearch`. precision: of its numbers,
-        "float16", "float32" or "int8". Raises ValueError for another, and for a similarity that usearch lacks."""
+        "float16", "float32" or "int8", which keeps directions alone. Raises ValueError for another, for a similarity
+        that usearch lacks, and for int8 where lengths count: unless vectors are compared by cosines or have length 1.
+        """
         measure, numbers = self.manifest["similarity"], {"float16": "f16", "float32": "f32", "int8": "i8"}
         if measure not in METRICS or precision not in numbers:
             expected = f"one of {', '.join(METRICS)}, and {', '.join(numbers)}"
             raise ValueError(f"build_index: similarity is {measure!r}, precision {precision!r}; expected {expected}")
         usearch = require("usearch.index", "usearch")
-        index = usearch.Index(ndim=self.width, metric=METRICS[measure], dtype=numbers[precision])
+        metric = METRICS["cosine" if precision == "int8" else measure]
+        index = usearch.Index(ndim=self.width, metric=metric, dtype=numbers[precision])
         for number, part in enumerate(self.parts):
             vectors = self.vectors(part).numpy()
+            if precision == "int8" and measure != "cosine" and not _has_length_one(vectors):
+                raise ValueError(f"build_index: int8 keeps no lengths, which {measure!r} needs; expected float16")
             index.add(np.arange(len(vectors)) + number * self._shard_rows, vectors)
             if progress:
                 progress(len(vectors))
@@ -345,21 +362,31 @@ class EmbeddedCorpus:
             raise FileNotFoundError(
                 f"{self.directory} has no {INDEX}; expected one, by `fastbert index {self.directory}`"
             )
-        index = require("usearch.index", "usearch").Index.restore(str(path), view=True)
+        try:
+            index = require("usearch.index", "usearch").Index.restore(str(path), view=True)
+        except (RuntimeError, ValueError):
+            index = None
         if index is None or len(index) != len(self) or index.ndim != self.width:
             raise ValueError(f"{path} is damaged, or of other embeddings: build it again")
         return index
 
     def _in_index(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         k = min(k, len(self))
+        self._index.expansion_search = max(self._index.expansion_search, 2 * k)
         found, shape = self._index.search(queries.float().cpu().numpy(), k), (len(queries), k)
         counts = np.atleast_1d(getattr(found, "counts", len(found)))
         if counts.min(initial=k) < k:
             raise ValueError(
-                f"search: the index found {counts.min()} of {k} rows; many equal vectors hide others from it: search "
-                "without it"
+                f"search: the index found {counts.min()} of {k} rows: k is a large share of all rows, or many equal "
+                "vectors hide others; search without the index"
             )
         distances = torch.from_numpy(np.asarray(found.distances, np.float32).reshape(shape))
         rows = torch.from_numpy(np.asarray(found.keys).astype(np.int64).reshape(shape))
-        scores = -distances.sqrt() if self.manifest["similarity"] == "euclidean" else 1 - distances
-        return scores, rows
+        if self.manifest["similarity"] != "euclidean":
+            return 1 - distances, rows
+        squares = 2 * distances if self._index.dtype.name == "I8" else distances  # of cosines, in int8
+        return -squares.clamp(min=0).sqrt(), rows
+
+
+def _has_length_one(vectors: np.ndarray) -> bool:
+    return bool((np.abs(np.linalg.norm(vectors.astype(np.float32), axis=1) - 1) < 1e-3).all())

@@ -9,13 +9,18 @@ import torch
 # Entries that a config.json has because it was written: they say how, or repeat a CrossEncoder's activation.
 _OF_FILES = ("architectures", "dtype", "torch_dtype", "transformers_version")
 _OF_FILES += ("sentence_transformers", "sbert_ce_default_activation_function")
+_OF_CALLERS = ("prompts", "default_prompt_name", "similarity_name")
+_SIMPLE = (str, int, float, tuple, dict, type(None))
 
 
 def fingerprint(model: Any) -> str:
-    """A hash of the weights, tokenizer and all settings of a SentenceEncoder or CrossEncoder, 16 hexadecimal digits. A
-    saved encoder and the one loaded from its files have the same."""
-    simple = (str, int, float, tuple, dict, torch.nn.Module, type(None))
-    settings = {name: repr(value) for name, value in vars(model).items() if isinstance(value, simple)}
+    """A hash of all that decides the vectors of a SentenceEncoder, or the scores of a CrossEncoder, for a given text:
+    weights, tokenizer, settings; not prompts, nor how vectors are compared. 16 hexadecimal digits. A saved encoder and
+    the one loaded from its files have the same."""
+    known = {name: value for name, value in vars(model).items() if name not in _OF_CALLERS}
+    settings = {name: repr(value) for name, value in known.items() if isinstance(value, _SIMPLE)}
+    settings |= {name: type(x).__name__ for name, x in known.items() if isinstance(x, torch.nn.Module)}
+    settings["layers"] = repr([(type(x.activation).__name__, x.adds) for x in getattr(model, "dense", ())])
     values = model.model.config.to_dict()
     facts = {name: value for name, value in values.items() if name not in _OF_FILES and value is not None}
     config = json.dumps(facts, sort_keys=True, default=str)

@@ -219,6 +219,7 @@ class Predictor:
 
 
 # ---- masks
+_LOGITS = 1 << 24  # of masks, in memory at once
 
 
 class MaskFiller(Predictor):
@@ -259,19 +260,22 @@ class MaskFiller(Predictor):
     def compute(self, rows: Sequence[Row], top_k: int = 5) -> list[list[list[Fill]]]:
         results: list[list[list[Fill]]] = [[] for _ in rows]
         for batch in self._batches(rows):
-            best = self._likelihoods(batch.inputs).topk(top_k)
-            fills = iter(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+            fills = self._best(batch.inputs, top_k)
             for row in batch.texts:
                 for span in rows[row]["spans"]:
                     best_of_mask = zip(*next(fills), strict=True)
                     results[row].append([self._fill(rows[row]["text"], span, *fill) for fill in best_of_mask])
         return results
 
-    def _likelihoods(self, inputs: dict[str, Any]) -> Tensor:
-        """(masks, V): probabilities for each mask of the batch."""
+    def _best(self, inputs: dict[str, Any], top_k: int) -> Iterator[tuple[list[float], list[int]]]:
+        """Yields the probabilities and ids of the likeliest tokens for each mask of the batch. Logits are computed for
+        some masks at a time, because those of a batch of nothing else would take gigabytes."""
         body, head = self.model.bert, self.model.cls.predictions
         hidden = body(**inputs).last_hidden_state[inputs["input_ids"] == self.mask_id]
-        return self._numbers(head(hidden, body.embeddings.word_embeddings.weight)).softmax(-1)
+        for some in hidden.split(max(1, _LOGITS // self.config.vocab_size)):
+            logits = self._numbers(head(some, body.embeddings.word_embeddings.weight))
+            best = logits.softmax(-1).topk(top_k)
+            yield from zip(best.values.tolist(), best.indices.tolist(), strict=True)
 
     def _fill(self, text: str, span: Sequence[int], score: float, token: int) -> Fill:
         word, (start, end) = self.tokenizer.decode([token], skip_special_tokens=False), span

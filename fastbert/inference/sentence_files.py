@@ -318,8 +318,12 @@ def read_json(path: Path, kind: type = dict) -> Any:
 # ---- writing: modules.json is deleted first and written last, so that a directory is refused if a save was interrupted
 
 
-def begin(directory: Path) -> None:
+def begin(directory: Path, pooling: str | None = None) -> None:
+    """pooling: the folder of its settings. One without modules.json tells of a save that was interrupted."""
     directory.mkdir(parents=True, exist_ok=True)
+    if pooling is not None and not (directory / pooling / "config.json").exists():
+        (directory / pooling).mkdir(exist_ok=True)
+        write_json(directory / pooling, {})
     (directory / "modules.json").unlink(missing_ok=True)
 
 

@@ -81,14 +81,19 @@ class SentenceEncoder(TextEncoder):
         device: str | torch.device | None = None,
         precision: str | None = None,
         max_length: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        prompts: Mapping[str, str] | None = None,
+        similarity: str | None = None,
     ) -> "SentenceEncoder":
         """Loads a directory with a model and its tokenizer, following sentence-transformers' files if it has them.
 
         source: may also be a model's name on the hub. Without modules.json: mean pooling, normalised. precision:
-        "fp32", "bf16", "int8" or "fp8" prepares the model with `fastbert.prepare`. max_length: in tokens; None follows
-        those files. Raises FileNotFoundError, ValueError and RuntimeError as `BertModel.from_pretrained`, and
-        ValueError for modules, a pooling or an activation that are not supported, a max_length above the model's, and a
-        precision that is unknown, or given with a dtype other than float32 or a device that it is not for.
+        "fp32", "bf16", "int8" or "fp8" prepares the model with `fastbert.prepare`. max_length: in tokens. It and the
+        others are the constructor's, and None follows those files. Raises FileNotFoundError, ValueError and
+        RuntimeError as `BertModel.from_pretrained`, and ValueError for modules, a pooling or an activation that are not
+        supported, a max_length above the model's, and a precision that is unknown, or given with a dtype other than
+        float32 or a device that it is not for.
         """
         recipe = sentence_files.read(hub.directory_of(source))
 
@@ -97,7 +102,9 @@ class SentenceEncoder(TextEncoder):
 
         model = load(read, dtype, device, precision)
         check_length("SentenceEncoder", max_length, model)
-        options = recipe._asdict() | ({} if max_length is None else {"max_length": max_length})
+        given = {"max_length": max_length, "pooling": pooling, "normalize": normalize, "prompts": prompts}
+        given |= {"similarity": similarity}
+        options = recipe._asdict() | {name: value for name, value in given.items() if value is not None}
         return cls(model, sentence_files.read_tokenizer(options.pop("folder")), **options)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -108,7 +115,7 @@ class SentenceEncoder(TextEncoder):
         int8.
         """
         directory = Path(directory)
-        sentence_files.begin(directory)
+        sentence_files.begin(directory, "1_Pooling")
         self.model.save_pretrained(directory)
         save_tokenizer(self.tokenizer, directory)
         recipe = Recipe(
@@ -208,7 +215,8 @@ class SentenceEncoder(TextEncoder):
         others = check_vectors(vectors, others)
         if self.similarity_name == "dot":
             return vectors @ others.T
-        return -torch.cdist(vectors, others, p=1.0 if self.similarity_name == "manhattan" else 2.0)
+        p, exact = 1.0 if self.similarity_name == "manhattan" else 2.0, "donot_use_mm_for_euclid_dist"
+        return -torch.cdist(vectors, others, p=p, compute_mode=exact)  # by products, equal vectors would be apart
 
     def similarity_pairwise(self, vectors: Tensor, others: Tensor) -> Tensor:
         """(N,): how similar each row of vectors (N, C) is to the same row of others (N, C), by the encoder's measure.

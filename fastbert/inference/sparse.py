@@ -99,7 +99,7 @@ class SparseEncoder(TextEncoder):
         int8.
         """
         directory = Path(directory)
-        sentence_files.begin(directory)
+        sentence_files.begin(directory, "1_SpladePooling")
         self.model.save_pretrained(directory)
         save_tokenizer(self.tokenizer, directory)
         recipe = SparseRecipe(

@@ -96,8 +96,9 @@ def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None)
     calibration (M, C), to which other numbers are clamped; "binary" and "ubinary": the signs, 8 in a byte, the first in
     the highest bit, (N, ceil(C / 8)) int8 or uint8. calibration: embeddings of typical texts; None takes the vectors
     themselves, but then the results of two calls cannot be compared. Equivalent to sentence-transformers'
-    quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, and for vectors or a
-    calibration that are not finite; TypeError for anything but tensors.
+    quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, for numbers that float16
+    cannot hold, and (but for floats) for vectors or a calibration that are not finite; TypeError for anything but
+    tensors.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"quantize: precision is {precision!r}; expected {', '.join(PRECISIONS)}")
@@ -106,7 +107,10 @@ def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None)
     if vectors.dim() != 2:
         raise ValueError(f"quantize: vectors has shape {tuple(vectors.shape)}; expected (N, C)")
     if precision.startswith("float"):
-        return vectors.to(getattr(torch, precision))
+        converted = vectors.to(getattr(torch, precision))
+        if (converted.isinf() & vectors.isfinite()).any():
+            raise ValueError(f"quantize: vectors holds numbers beyond {precision}'s largest")
+        return converted
     if not vectors.isfinite().all():
         raise ValueError("quantize: vectors holds numbers that are not finite")
     if precision.endswith("binary"):

@@ -38,41 +38,49 @@ async def embeddings(
     normalize: bool | None = None,
     dimensions: int | None = None,
     prompt_name: str | None = None,
+    field: str = "inputs",
 ) -> tuple[np.ndarray, int]:
     """Returns the (N, C) float32 embeddings of texts or of lists of token ids, and the total number of tokens.
 
     normalize: None for the model's own setting. dimensions: keeps only the first ones, before normalising.
     """
-    encoder = model.at(EMBED)
+    encoder, are_texts = model.at(EMBED), isinstance(inputs[0], str)
     width, normalize = encoder.width, encoder.normalize if normalize is None else normalize
     if dimensions is not None and not 0 < dimensions <= width:
         raise invalid("dimensions", f"is {dimensions}; expected 1 to {width}")
-    if prompt_name is not None and not isinstance(inputs[0], str):
+    if prompt_name is not None and not are_texts:
         raise invalid("prompt_name", "is for texts; token ids are embedded as they are")
-    texts, skip = prompted(model, inputs, prompt_name)
-    skip = skip if isinstance(inputs[0], str) else 0
+    texts, skip = prompted(model, inputs, prompt_name) if are_texts else (inputs, 0)
     lane = Lane(encoder, "embed", (("normalize", False), ("skip", skip)))
-    found = await service.run(request, model, EMBED, texts, lane, truncate=truncate)
+    found = await service.run(request, model, EMBED, texts, lane, truncate=truncate, field=field)
     vectors = torch.stack(found.results)[:, :dimensions]
     vectors = F.normalize(vectors, dim=-1) if normalize else vectors
     return checked(vectors), found.tokens
 
 
-def prompted(model: ServedModel, inputs: Sequence[Any], name: str | None) -> tuple[Sequence[Any], int]:
-    """Returns the inputs with the named (or default) prompt before each text, and how many tokens the pooling skips."""
+def prompted(model: ServedModel, texts: Sequence[str], name: str | None) -> tuple[Sequence[str], int]:
+    """Returns the texts with the named (or default) prompt before each text, and how many tokens the pooling skips."""
     try:
         prompt, skip = model.at(EMBED).prompt_of(name)
     except ValueError as error:
         raise invalid("prompt_name", str(error)) from None
-    return [prompt + text if isinstance(text, str) else text for text in inputs] if prompt else inputs, skip
+    return [prompt + text for text in texts] if prompt else texts, skip
 
 
 async def scores(
-    service: Service, request: Request, model: ServedModel, query: str, texts: Sequence[str], *, truncate: bool
+    service: Service,
+    request: Request,
+    model: ServedModel,
+    query: str,
+    texts: Sequence[str],
+    *,
+    truncate: bool,
+    field: str = "texts",
 ) -> tuple[np.ndarray, int]:
     """Returns the (N,) float32 logits of a reranker, and the total number of tokens."""
     pairs = [(query, text) for text in texts]
-    found: Found = await service.run(request, model, RERANK, pairs, Lane(model.at(RERANK)), truncate=truncate)
+    lane = Lane(model.at(RERANK))
+    found: Found = await service.run(request, model, RERANK, pairs, lane, truncate=truncate, field=field)
     return checked(torch.stack(found.results).squeeze(-1)), found.tokens
 
 

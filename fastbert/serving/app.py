@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,7 +28,8 @@ from fastbert.serving.service import Gone, Service
 
 LOG = logging.getLogger("fastbert.serving")
 TYPE = re.compile(r"str$|int$|(list|constrained|function-\w+)\b|[A-Z]\w*$")  # type names in pydantic's locations
-OPEN = ("/health", "/ping", "/ui")  # without a key: for load balancers, and the page, which asks its user for a key
+# Without a key: for load balancers, and pages, which ask their user for a key.
+OPEN = ("/health", "/ping", "/ui", "/docs", "/openapi.json")
 FORMS = {  # error formats by path prefix; the first that fits counts
     "/v1/embeddings": openai.error,
     "/v1/models/": tensorflow.error,
@@ -49,7 +51,11 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
         yield
         service.close()
 
-    app = FastAPI(title="fastbert", version=fastbert.__version__, lifespan=lifespan, **_telemetry())
+    keys = tuple(api_keys)
+    asks_for_key = [Security(HTTPBearer(auto_error=False))] if keys else []  # for /docs; Guard checks it
+    app = FastAPI(
+        title="fastbert", version=fastbert.__version__, lifespan=lifespan, dependencies=asks_for_key, **_telemetry()
+    )
     for protocol in (tei, openai, rerank, tensorflow, page):
         app.include_router(protocol.routes(service))
     app.add_exception_handler(Problem, lambda request, problem: problem_response(request, problem))
@@ -58,7 +64,7 @@ def create_app(service: Service, api_keys: Iterable[str] = ()) -> FastAPI:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # the client has gone
-    app.add_middleware(Guard, service=service, api_keys=tuple(api_keys))
+    app.add_middleware(Guard, service=service, api_keys=keys)
     return app
 
 
@@ -104,7 +110,8 @@ def _invalid(request: Request, error: RequestValidationError | ValidationError) 
     if found["type"] == "json_invalid":
         problem = Problem(400, "Validation", f"the body is no JSON: {found['ctx']['error']}")
     else:
-        where = _place(found["loc"][isinstance(error, RequestValidationError) :])
+        skipped = 1 if isinstance(error, RequestValidationError) else 0  # FastAPI puts "body" first
+        where = _place(found["loc"][skipped:])
         problem = Problem(422, "Validation", f"{where or 'the body'}: {found['msg']}", field=where)
     return problem_response(request, problem)
 
@@ -118,7 +125,9 @@ def _place(loc: tuple[str | int, ...]) -> str:
 def _http(request: Request, error: HTTPException) -> Response:
     words = {404: "there is no such route", 400: "the body is no JSON in UTF-8"}
     message = error.detail if error.status_code not in words else words[error.status_code]
-    return problem_response(request, Problem(error.status_code, "Validation", str(message)))
+    problem = Problem(error.status_code, "Validation", str(message))
+    problem.headers |= error.headers or {}  # the methods that a route allows
+    return problem_response(request, problem)
 
 
 def _unexpected(request: Request, error: Exception) -> Response:
@@ -144,12 +153,13 @@ class Guard:
 
     def __init__(self, app: Any, service: Service, api_keys: tuple[str, ...]) -> None:
         self.app, self.service, self.keys = app, service, tuple(key.encode() for key in api_keys)
+        self._running = 0  # requests with a body
 
     async def __call__(self, scope: MutableMapping, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        start, status, path = time.monotonic(), 500, path_of(scope)
+        start, status, path, more = time.monotonic(), 500, path_of(scope), scope["method"] == "POST"
         scope = _with_kind(scope)
         headers = {name.lower(): value for name, value in scope["headers"]}
 
@@ -158,6 +168,7 @@ class Guard:
             status = message.get("status", status)
             await send(message)
 
+        self._running += more
         try:
             refused = self._refused(scope, headers)
             if refused:
@@ -165,12 +176,18 @@ class Guard:
             else:
                 await self.app(scope, self._limited(receive), sending)
         finally:
+            self._running -= more
             self._count(scope["method"], path, status, time.monotonic() - start)
 
     def _refused(self, scope: MutableMapping, headers: dict[bytes, bytes]) -> Problem | None:
         key = headers.get(b"authorization", b"")
         if self.keys and not is_open(scope["method"], path_of(scope)) and not self._knows(key):
-            return Problem(401, "Validation", "expected the header Authorization: Bearer KEY, with a valid key")
+            problem = Problem(401, "Validation", "expected the header Authorization: Bearer KEY, with a valid key")
+            problem.headers["www-authenticate"] = "Bearer"
+            return problem
+        if self._running > self.service.limits.requests:
+            message = f"{self.service.limits.requests} requests are being answered; try again later"
+            return Problem(429, "Overloaded", message, retry_after=1)
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self.service.limits.body:
             return self._too_large()

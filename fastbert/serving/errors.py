@@ -17,3 +17,7 @@ class Problem(Exception):
 
 def invalid(field: str, message: str, status: int = 422) -> Problem:
     return Problem(status, "Validation", f"{field}: {message}", field=field)
+
+
+def shutting_down() -> Problem:
+    return Problem(503, "Unhealthy", "the service is shutting down")

@@ -1,5 +1,6 @@
 """Served models: each is loaded from a directory, and does the tasks that its head is for."""
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ EMBED, CLASSIFY, RERANK, TAG, FILL = TASKS = (
     "token classification",
     "fill-mask",
 )
+
+
+_TEXT = re.compile(r"(?:\w+: )?texts(?P<index>\[\d+\]) (?P<what>.*)", re.DOTALL)  # in errors of the predictors
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,13 @@ class ServedModel:
             raise Problem(424, "Backend", f"the model {self.name!r} does {has}; this request is for {task}")
         return self.predictors[task]
 
-    def rows(self, task: str, inputs: Sequence[Any], *, truncate: bool) -> tuple[list[Any], list[int]]:
+    def rows(
+        self, task: str, inputs: Sequence[Any], *, truncate: bool, field: str = "inputs"
+    ) -> tuple[list[Any], list[int]]:
         """Encodes texts or pairs; returns the rows and their lengths in tokens. Embeddings take token ids as well.
 
-        Raises Problem for inputs that are too long (413) unless `truncate` is set, and for invalid text or ids (422).
+        field: the name of the inputs in the request. Raises Problem for inputs that are too long (413) unless
+        `truncate` is set, and for invalid text or ids (422).
         """
         predictor = self.at(task)
         try:
@@ -86,23 +93,35 @@ class ServedModel:
             rows = predictor.encode(inputs, truncation=truncate)
             return rows, [len(row["input_ids"]) for row in rows]
         except TooLong as error:
-            raise Problem(413, "Validation", str(error)) from None
+            raise _of_field(error, field, 413, "Validation") from None
         except (ValueError, TypeError) as error:
-            raise Problem(422, "Tokenizer", str(error)) from None
+            raise _of_field(error, field, 422, "Tokenizer") from None
 
     def _tokens(self, encoder: SentenceEncoder, inputs: Sequence[Any], truncate: bool) -> list[list[int]]:
-        texts = [text for text in inputs if isinstance(text, str)]
-        found, vocabulary = iter(encoder.tokenize(texts, truncation=truncate)), encoder.model.config.vocab_size
-        for index, ids in ((index, ids) for index, ids in enumerate(inputs) if not isinstance(ids, str)):
+        """Token ids of texts, or the checked ids that the request has in place of texts."""
+        if all(isinstance(text, str) for text in inputs):
+            return encoder.tokenize(list(inputs), truncation=truncate)
+        vocabulary = encoder.model.config.vocab_size
+        for index, ids in enumerate(inputs):
             if not truncate and len(ids) > self.max_length:
                 raise TooLong(f"texts[{index}] has {len(ids)} tokens; expected at most {self.max_length}")
             if not all(0 <= token < vocabulary for token in ids):
                 raise ValueError(f"texts[{index}] has a token outside the vocabulary, 0 to {vocabulary - 1}")
-        return [next(found) if isinstance(text, str) else text[: self.max_length] for text in inputs]
+        return [ids[: self.max_length] for ids in inputs]
+
+
+def _of_field(error: Exception, field: str, status: int, kind: str) -> Problem:
+    """The Problem of an error about "texts[i]", with the name that the request has for it."""
+    found = _TEXT.match(str(error))
+    if found is None:
+        return Problem(status, kind, str(error))
+    place = f"{field}{found['index']}"
+    return Problem(status, kind, f"{place}: {found['what']}", field=place)
 
 
 def load(source: str | Path, name: str | None = None, **options: Any) -> ServedModel:
-    """Loads a model from a directory or by its name on the hub. name: for clients; None for the directory's name.
+    """Loads a model from a directory or by its name on the hub. name: for clients; None for the directory's name, or
+    the one on the hub.
 
     options: dtype, device, precision and max_length of `SentenceEncoder.from_pretrained`. Raises the same errors as
     that method, and ValueError for a head that is not served.
@@ -123,7 +142,9 @@ def load(source: str | Path, name: str | None = None, **options: Any) -> ServedM
     # Loading in a thread that then ends also ends its OpenMP threads. If they stayed, the OpenMP threads of inference
     # would sleep after each loop.
     with ThreadPoolExecutor(1) as loader:
-        return ServedModel(name or directory.name, directory, loader.submit(known[found]).result())
+        predictors = loader.submit(known[found]).result()
+    name = name or (Path(source).resolve().name if Path(source).is_dir() else str(source).partition("@")[0])
+    return ServedModel(name, directory, predictors)
 
 
 def _classifiers(directory: Path, options: dict[str, Any]) -> dict[str, Any]:

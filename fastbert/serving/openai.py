@@ -47,7 +47,9 @@ def routes(service: Service) -> APIRouter:
         inputs = several(body.input)
         service.check("input", inputs)
         model = service.model(body.model, EMBED)
-        vectors, tokens = await embeddings(service, request, model, inputs, truncate=False, dimensions=body.dimensions)
+        vectors, tokens = await embeddings(
+            service, request, model, inputs, truncate=service.truncates(None), dimensions=body.dimensions, field="input"
+        )
         if body.encoding_format == "base64":  # of little-endian float32
             vectors = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
         data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from fastbert.serving.errors import Problem
+from fastbert.serving.errors import Problem, shutting_down
 
 LOG = logging.getLogger("fastbert.serving")
 
@@ -132,7 +132,7 @@ class TokenQueue:
             return request.future
         with self._changed:
             if self._closing:
-                raise Problem(503, "Unhealthy", "the service is shutting down")
+                raise shutting_down()
             if not any(thread.is_alive() for thread in self._threads):
                 raise Problem(503, "Unhealthy", "the inference threads have ended")
             what = f"{self._tokens} tokens are waiting, and at most {self.waiting_tokens} may"
@@ -189,15 +189,24 @@ class TokenQueue:
 
     def _run(self) -> None:
         while batch := self._next():
-            try:
-                results = batch.lane.compute(batch.rows)
-                if len(results) != len(batch.rows):
-                    raise RuntimeError(f"{len(results)} results for {len(batch.rows)} rows")
-                self._deliver(batch, iter(results))
-            except Exception as error:  # from the model, or out of memory: only this batch's requests fail
-                for request, _ in batch.parts:
-                    request.fail(error)
+            self._compute(batch)
             self._finished(batch)
+
+    def _compute(self, batch: Batch) -> None:
+        """Computes and delivers. After an error, of the model or for want of memory, each request's rows are computed
+        by themselves, and only those fail that fail again."""
+        try:
+            results = batch.lane.compute(batch.rows)
+            if len(results) != len(batch.rows):
+                raise RuntimeError(f"{len(results)} results for {len(batch.rows)} rows")
+        except Exception as error:
+            if len(batch.parts) == 1:
+                batch.parts[0][0].fail(error)
+                return
+            for part in batch.parts:
+                self._compute(batch._replace(parts=[part]))
+            return
+        self._deliver(batch, iter(results))
 
     def _deliver(self, batch: Batch, results: Any) -> None:
         for request, part in batch.parts:

@@ -54,7 +54,7 @@ async def answer(service: Service, request: Request, body: RerankBody) -> Respon
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < model.max_length:
         what = f"is {body.max_tokens_per_doc}; expected at least the model's length, {model.max_length}, or none"
         raise invalid("max_tokens_per_doc", what)
-    found, tokens = await scores(service, request, model, body.query, texts, truncate=True)
+    found, tokens = await scores(service, request, model, body.query, texts, truncate=True, field="documents")
     order, found = best_first(found)[: body.top_n], sigmoid(found)  # sorted by logits: sigmoids of large ones are equal
     results = [
         {"index": i, "relevance_score": found[i]} | ({"document": {"text": texts[i]}} if body.return_documents else {})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
-from fastbert.serving.errors import Problem, invalid
+from fastbert.serving.errors import Problem, invalid, shutting_down
 from fastbert.serving.metrics import Metrics
 from fastbert.serving.models import ServedModel
 from fastbert.serving.queue import Lane, TokenQueue
@@ -23,7 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a service. inputs: texts or pairs in a request. body: bytes. batch_tokens, waiting_tokens, stall,
+    """Limits of a service. inputs: texts or pairs in a request. body: bytes. requests: at once, from the arrival of
+    their headers on. batch_tokens, waiting_tokens, stall,
     workers: those of TokenQueue; batch_tokens None means 16384 if a model is on a GPU, else 4096, which suits a CPU's
     caches. Each worker computes with `torch.get_num_threads()` threads; divide the cores between the workers.
 
@@ -38,6 +39,7 @@ class Limits:
     timeout: float = 60.0
     stall: float = 60.0
     workers: int = 1
+    requests: int = 512
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -59,9 +61,17 @@ class Gone(Exception):
 class Service:
     """Models by name, and the one queue in which all their requests wait."""
 
-    def __init__(self, models: Sequence[ServedModel], limits: Limits = Limits()) -> None:  # noqa: B008
-        """Raises ValueError for no model, for two of the same name, and for several workers if a model is on a GPU."""
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        limits: Limits = Limits(),
+        *,
+        auto_truncate: bool = False,  # noqa: B008
+    ) -> None:
+        """auto_truncate: cuts texts at the model's length where a request does not say whether to. Raises ValueError
+        for no model, for two of the same name, and for several workers if a model is on a GPU."""
         self.models, self.limits = {model.name: model for model in models}, limits
+        self.auto_truncate = auto_truncate
         if not models or len(self.models) < len(models):
             names = ", ".join(model.name for model in models) or "none"
             raise ValueError(f"models are {names}; expected at least one, each with a name of its own")
@@ -82,16 +92,19 @@ class Service:
         self._encoding = ThreadPoolExecutor(2, "fastbert-encoding")
         self._counting = threading.Lock()
         self._characters = 0  # waiting to be tokenized, or being tokenized
+        self._closed = False
 
     def model(self, name: str | None, task: str | None = None) -> ServedModel:
         """The model of that name; without a name, the first whose own task it is, else the first that can do it, else
         the first. Raises Problem (404) for an unknown name."""
-        if name is not None:
+        if name:
             if name not in self.models:
                 known = ", ".join(self.models)
                 raise Problem(404, "Validation", f"there is no model {name!r}; expected {known}", field="model")
             return self.models[name]
-        return max(self.models.values(), key=lambda model: (model.task == task, task in model.predictors))
+        its_own = [model for model in self.models.values() if model.task == task]
+        able = [model for model in self.models.values() if task in model.predictors]
+        return next(iter([*its_own, *able, *self.models.values()]))
 
     def check(self, name: str, inputs: Sequence[Any]) -> None:
         """Raises Problem for no input, for too many inputs, and for an empty text."""
@@ -103,6 +116,10 @@ class Service:
             if not all(text if isinstance(text, tuple) else (text,)):
                 raise invalid(f"{name}[{index}]", "is empty; expected text")
 
+    def truncates(self, asked: bool | None) -> bool:
+        """Whether to cut texts. asked: what the request says, if anything."""
+        return self.auto_truncate if asked is None else asked
+
     async def run(
         self,
         request: Request,
@@ -112,14 +129,15 @@ class Service:
         lane: Lane,
         *,
         truncate: bool = True,
+        field: str = "inputs",
     ) -> Found:
-        """Returns the results of texts, pairs, or token ids, in the order of the inputs.
+        """Returns the results of texts, pairs, or token ids, in the order of the inputs. field: their name in the body.
 
         Raises Problem as `in_thread`, the model's `rows` and the queue do, and for errors in the model (424); Gone if
         the client has disconnected.
         """
         began = time.monotonic()
-        call = functools.partial(model.rows, task, inputs, truncate=truncate)
+        call = functools.partial(model.rows, task, inputs, truncate=truncate, field=field)
         rows, lengths = await self.in_thread(request, _characters(inputs), call)
         return await self.compute(request, lane, rows, lengths, time.monotonic() - began)
 
@@ -130,6 +148,8 @@ class Service:
         more would wait (429), after the timeout (503), and for the call's ValueError and the like (424); the call's
         other errors; Gone if the client has disconnected.
         """
+        if self._closed:
+            raise shutting_down()
         if characters > self.limits.body:
             message = (
                 f"{characters} characters to tokenize, a query with each text; expected at most {self.limits.body}"
@@ -160,6 +180,8 @@ class Service:
         answer, gone = asyncio.wrap_future(future), asyncio.ensure_future(_disconnect(request))
         try:
             await asyncio.wait({answer, gone}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if answer.cancelled():
+                raise shutting_down()
             if answer.done():
                 return answer.result()
         except (ValueError, TypeError, RuntimeError, MemoryError, ArithmeticError, LookupError) as error:
@@ -174,6 +196,8 @@ class Service:
         raise Problem(503, "Overloaded", message, retry_after=self.queue.seconds_of(waiting))
 
     def close(self) -> None:
+        """Computes what waits in the queue, and answers everything else, from now on, with a Problem (503)."""
+        self._closed = True
         self.queue.close(self.limits.timeout)
         self._encoding.shutdown(cancel_futures=True)
 

@@ -39,7 +39,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True)
     model: str | None = None
-    truncate: bool | None = False
+    truncate: bool | None = None
     truncation_direction: Literal["Right", "right"] = "Right"
 
 
@@ -68,7 +68,7 @@ class Similar(BaseModel):
 
 
 class SimilarOptions(BaseModel):
-    truncate: bool | None = False
+    truncate: bool | None = None
     prompt_name: str | None = None
 
 
@@ -102,7 +102,9 @@ def routes(service: Service) -> APIRouter:
         service.check("inputs", inputs)
         model = service.model(body.model, EMBED)
         options = {"normalize": body.normalize, "dimensions": body.dimensions, "prompt_name": body.prompt_name}
-        vectors, _ = await embeddings(service, request, model, inputs, truncate=bool(body.truncate), **options)
+        vectors, _ = await embeddings(
+            service, request, model, inputs, truncate=service.truncates(body.truncate), **options
+        )
         return json_response(vectors)
 
     @router.post("/predict")
@@ -125,8 +127,8 @@ def routes(service: Service) -> APIRouter:
         service.check("inputs.source_sentence", texts[:1])
         model = service.model(body.model, EMBED)
         found, _ = await embeddings(
-            service, request, model, texts, truncate=bool(options.truncate), normalize=True,
-            prompt_name=options.prompt_name,
+            service, request, model, texts, truncate=service.truncates(options.truncate), normalize=True,
+            prompt_name=options.prompt_name, field="texts",
         )  # fmt: skip
         return json_response(found[1:] @ found[0])
 
@@ -197,7 +199,7 @@ async def ranked(service: Service, request: Request, body: RerankBody) -> Respon
     service.check("texts", body.texts)
     service.check("query", [body.query])
     model = service.model(body.model, RERANK)
-    found, _ = await scores(service, request, model, body.query, body.texts, truncate=bool(body.truncate))
+    found, _ = await scores(service, request, model, body.query, body.texts, truncate=service.truncates(body.truncate))
     order, found = best_first(found), found if body.raw_scores else sigmoid(found)
     text_of = lambda i: {"text": body.texts[i]} if body.return_text else {}  # noqa: E731
     return json_response([{"index": i, "score": found[i], **text_of(i)} for i in order])
@@ -211,7 +213,7 @@ async def classes(
     service.check("inputs", inputs)
     model = service.model(body.model, CLASSIFY)
     lane = Lane(model.at(CLASSIFY), options=(("raw", raw), ("top_k", top_k)))
-    found = await service.run(request, model, CLASSIFY, inputs, lane, truncate=bool(body.truncate))
+    found = await service.run(request, model, CLASSIFY, inputs, lane, truncate=service.truncates(body.truncate))
     finite(found.results)
     return [[{"score": one.score, "label": one.label} for one in labels] for labels in found.results], single
 
@@ -254,13 +256,13 @@ def info_of(service: Service, model: ServedModel) -> dict[str, Any]:
         "model_dtype": precision or str(parameter.dtype).removeprefix("torch."),
         "model_type": kind_of(model, config),
         "models": {name: list(served.predictors) for name, served in service.models.items()},
-        "max_concurrent_requests": None,
+        "max_concurrent_requests": limits.requests,
         "max_waiting_tokens": limits.waiting_tokens,
         "max_input_length": model.max_length,
         "max_batch_tokens": service.queue.batch_tokens,
         "max_batch_requests": None,
         "max_client_batch_size": limits.inputs,
-        "auto_truncate": False,
+        "auto_truncate": service.auto_truncate,
         "version": fastbert.__version__,
     }
 
@@ -315,7 +317,7 @@ async def task(service: Service, request: Request, model: ServedModel, body: Tas
             raise invalid("parameters.top_k", f"is {count}; expected 1 to {most}")
         check_fills(model, "inputs", inputs, count)
     lane = Lane(model.any, options=(("top_k", count),) if model.task == FILL else ())
-    found = await service.run(request, model, model.task, inputs, lane, truncate=bool(body.truncate))
+    found = await service.run(request, model, model.task, inputs, lane, truncate=service.truncates(body.truncate))
     finite(found.results)
     results = [filled(masks) for masks in found.results] if model.task == FILL else list(map(tagged, found.results))
     return json_response(results[0] if isinstance(body.inputs, str) else results)

@@ -109,10 +109,11 @@ async def predictions(service: Service, request: Request, model: ServedModel, in
     if model.task not in (RERANK, CLASSIFY) and any(pairs):
         raise invalid(f"{field}[{pairs.index(True)}]", f"is a pair; {model.task} is of one text")
     if model.task == EMBED:
-        return (await embeddings(service, request, model, inputs, truncate=False))[0]
+        return (await embeddings(service, request, model, inputs, truncate=service.truncates(None), field=field))[0]
     if model.task == FILL:
         check_fills(model, field, inputs)
-    found = await service.run(request, model, model.task, inputs, Lane(model.any), truncate=False)
+    options = {"truncate": service.truncates(None), "field": field}
+    found = await service.run(request, model, model.task, inputs, Lane(model.any), **options)
     if model.task == RERANK:
         return sigmoid(checked(torch.stack(found.results).squeeze(-1)))
     finite(found.results)

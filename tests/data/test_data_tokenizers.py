@@ -4,7 +4,9 @@ import json
 import shutil
 import subprocess
 import sys
+import warnings
 
+import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -13,6 +15,7 @@ from small_models import TINY, minilm
 from fastbert import BertConfig
 from fastbert.cli.demo import python_documentation
 from fastbert.data import check_tokenizer, get_tokenizer, save_tokenizer, train_tokenizer
+from fastbert.data.encode import TooLong, cut_encodings
 from fastbert.data.tokenizer import special_token_id
 
 PASSAGES = [text for _, text in python_documentation(2000)][:150]
@@ -392,3 +395,63 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused(trained):
     with pytest.raises(ValueError) as error:
         check_tokenizer(tokenizer, BertConfig(vocab_size=1500, pad_token_id=7))
     assert f"pad_token_id of the model is 7, which is {other!r} in the tokenizer; expected {pad}" in str(error.value)
+
+
+# ---- of a long text, only the beginning is tokenised
+
+
+class Noted:
+    """A tokenizer that notes how many characters it is given."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.characters = tokenizer, 0
+
+    def encode_batch(self, inputs, **options):
+        self.characters += sum(len(text) for one in inputs for text in ((one,) if isinstance(one, str) else one))
+        return self.tokenizer.encode_batch(inputs, **options)
+
+
+def cut(tokenizer, inputs, length):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return [
+            [np.array(column)[left].tolist() for column in (encoding.ids, encoding.type_ids, encoding.offsets)]
+            for encoding, left in cut_encodings(tokenizer, inputs, length)
+        ]
+
+
+def unigram(texts, size):
+    """As SentencePiece's in XLM-RoBERTa: words begin with a mark of their own."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = tokenizers.normalizers.NFKC(), tokenizers.pre_tokenizers.Metaspace()
+    trainer = tokenizers.trainers.UnigramTrainer(vocab_size=size, unk_token="<unk>", special_tokens=["<unk>", "<s>"])
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe", "unigram"])
+def test_the_beginning_of_a_long_text_has_the_tokens_of_the_whole(kind, monkeypatch):
+    passages = [passage for _, passage in python_documentation()]
+    tokenizer = (
+        unigram(passages[:200], 600) if kind == "unigram" else train_tokenizer(passages[:200], kind, vocab_size=600)
+    )
+    long, short = " \n ".join(passages[:40]), passages[1][:300]
+    inputs = [
+        long,
+        short,
+        "x" * 9999,
+        " " * 9999 + short,
+        "a b\u0301 " * 2000,
+        (short, long),
+        (long, short),
+        (long, long),
+    ]
+    given = Noted(tokenizer)
+    found = cut(given, inputs, 64)
+    assert given.characters < 1.2 * (2 * len(long) + 4 * 9999)  # the last pair, and texts without a space to end at
+    monkeypatch.setattr("fastbert.data.encode._LONG", 1 << 30)
+    assert found == cut(tokenizer, inputs, 64)
+    monkeypatch.undo()
+    with pytest.raises(TooLong, match=r"texts\[0\] has more than \d+ tokens; expected at most 64"):
+        list(cut_encodings(tokenizer, [long], 64, truncation=False))

@@ -346,7 +346,7 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
     for some in (queries[:1], queries[:0]):
         assert corpus.search(encoder, some, 4, index=True)[1].shape == (len(some), 4)
     (corpus.directory / "index.usearch").write_bytes(b"no index")
-    with pytest.raises((ValueError, RuntimeError), match="file"):
+    with pytest.raises(ValueError, match="index.usearch is damaged, or of other embeddings: build it again"):
         EmbeddedCorpus(corpus.directory).search(encoder, queries, 1, index=True)
 
 
@@ -383,3 +383,83 @@ def test_the_commands(directory, file, tmp_path, capsys):
     assert cli.main(["embed", str(file), "--model", str(directory), "--output", str(out)]) == 2
     assert "another shard_rows: 20, now 16384" in capsys.readouterr().err
     assert cli.main(["search", "a", "--corpus", str(tmp_path), "--model", str(directory)]) == 2
+
+
+# ---- int8 keeps directions alone; what is not a number is not kept
+
+
+def unit(encoder, measure, normalize=True):
+    return SentenceEncoder(encoder.model, encoder.tokenizer, normalize=normalize, similarity=measure)
+
+
+@pytest.mark.parametrize("measure", ["cosine", "dot", "euclidean"])
+def test_an_index_of_int8_has_the_measure_s_scores(encoder, tmp_path, measure):
+    pytest.importorskip("usearch")
+    short = unit(encoder, measure)
+    corpus = embed_corpus(short, write(tmp_path / "x.txt", CORPUS), tmp_path / "out", shard_rows=20)
+    corpus.build_index("int8")
+    queries = short.encode(TEXTS)
+    exact, rows = corpus.search(short, queries, len(CORPUS))
+    found, places = corpus.search(short, queries, 5, index=True)
+    expected = exact.gather(1, rows.argsort(1).gather(1, places))  # the exact score of each row that was found
+    step = 2 * short.width**0.5 / 127  # of cosines: each number is off by half a step of 1/127 at most
+    if measure == "euclidean":
+        found, expected = found.square() / 2, expected.square() / 2
+    assert ((found - expected).abs() <= step).all() and (found - expected).abs().max() > 0
+    if measure != "cosine":
+        long = unit(encoder, measure, normalize=False)
+        corpus = embed_corpus(long, write(tmp_path / "x.txt", CORPUS), tmp_path / "long")
+        with pytest.raises(ValueError, match=f"int8 keeps no lengths, which '{measure}' needs; expected float16"):
+            corpus.build_index("int8")
+
+
+def test_an_index_finds_every_row(encoder, tmp_path):
+    pytest.importorskip("usearch")
+    corpus = embed_corpus(encoder, write(tmp_path / "x.txt", CORPUS), tmp_path / "out")
+    corpus.build_index()
+    _, rows = corpus.search(encoder, encoder.encode(TEXTS), len(CORPUS), index=True)
+    assert torch.equal(rows.sort().values, torch.arange(len(CORPUS)).expand(len(TEXTS), -1))
+    with pytest.raises(ValueError, match="the index's measure is 'cosine', and the encoder's is 'dot'"):
+        corpus.search(unit(encoder, "dot"), encoder.encode(TEXTS), 1, index=True)
+
+
+@pytest.mark.parametrize("size", [torch.nan, 1e6])
+def test_an_embedding_that_is_not_finite_is_refused(directory, tmp_path, size):
+    encoder = SentenceEncoder.from_pretrained(directory, normalize=False)
+    token = encoder.tokenize(["Zürich"])[0][1]
+    with torch.no_grad():
+        encoder.model.embeddings.LayerNorm.bias[0] = 0  # a row of its own for the token, past LayerNorm
+        encoder.model.embeddings.word_embeddings.weight[token] = size if size != size else 1.0
+        if size == size:
+            encoder.model.encoder.layer[-1].output.LayerNorm.weight.mul_(size)
+    with pytest.raises(ValueError, match=r"the embedding of row \d+ is not finite in float16: "):
+        embed_corpus(encoder, write(tmp_path / "x.txt", CORPUS), tmp_path / "out", precision="float16")
+    assert not list((tmp_path / "out").glob("*.parquet"))
+
+
+def test_another_encoder_may_search(directory, encoder, corpus):
+    half = SentenceEncoder.from_pretrained(directory, dtype="bfloat16")
+    queries = half.encode(TEXTS)
+    with pytest.raises(ValueError, match="embeddings of another encoder"):
+        corpus.search(half, queries, 1)
+    assert corpus.search(half, queries, 1, any_encoder=True)[1].shape == (len(TEXTS), 1)
+
+
+def test_a_fingerprint_is_of_what_decides_vectors(directory, encoder):
+    found = fingerprint(encoder)
+    same = {"prompts": {"other": "x: "}, "similarity": "dot"}
+    other = {"pooling": "cls", "normalize": True, "max_length": 9}
+    for name, value in (same | other).items():
+        changed = SentenceEncoder.from_pretrained(directory, **{name: value})
+        assert (fingerprint(changed) == found) == (name in same), name
+    layers = [SentenceEncoder(encoder.model, encoder.tokenizer, dense=[dense]) for dense in dense_layers(encoder)]
+    assert len({fingerprint(each) for each in layers}) == len(layers)
+
+
+def dense_layers(encoder):
+    """The same weights under two activations, and added to what goes in."""
+    torch.manual_seed(0)
+    made = [Dense(encoder.width, encoder.width, True, *more) for more in (("Tanh",), ("ReLU",), ("Tanh", True))]
+    for dense in made[1:]:
+        dense.linear.load_state_dict(made[0].linear.state_dict())
+    return made

@@ -605,3 +605,26 @@ def test_what_cannot_be_compared_is_refused():
     for other in (quantize(vectors, "int8"), quantize(vectors, "float16")):
         with pytest.raises(TypeError, match="expected one floating-point type"):
             similarity(vectors, other)
+
+
+def test_a_first_save_that_is_cut_off_is_refused(tmp_path, encoder, monkeypatch):
+    monkeypatch.setattr(sentence_files, "write", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        small(encoder, pooling="cls", normalize=False).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="saving was interrupted; save it again"):
+        SentenceEncoder.from_pretrained(tmp_path)
+
+
+def test_what_a_directory_says_may_be_replaced(tmp_path, encoder):
+    small(encoder).save_pretrained(tmp_path)
+    given = {"pooling": "cls", "normalize": False, "prompts": {"query": "q: "}, "similarity": "dot"}
+    found = SentenceEncoder.from_pretrained(tmp_path, **given)
+    expected = small(encoder, **given)
+    assert torch.equal(found.encode_query(["a text"]), expected.encode_query(["a text"]))
+    assert (found.similarity_name, found.pooling) == ("dot", "cls")
+
+
+def test_an_equal_vector_is_at_no_distance(encoder):
+    other = SentenceEncoder(encoder.model, encoder.tokenizer, similarity="euclidean")
+    vectors = torch.randn(40, encoder.width)
+    assert torch.equal(other.similarity(vectors).diagonal(), torch.zeros(40))

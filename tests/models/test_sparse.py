@@ -375,3 +375,11 @@ def test_a_length_beyond_the_models(tmp_path, encoder):
         SparseEncoder.from_pretrained(tmp_path, max_length=33)
     assert SparseEncoder.from_pretrained(tmp_path, max_length=9).max_length == 9
     assert isinstance(BertConfig.from_pretrained(tmp_path), BertConfig)
+
+
+def test_a_first_save_that_is_cut_off_is_refused(tmp_path, encoder, monkeypatch):
+    monkeypatch.setattr("fastbert.inference.sentence_files.write_sparse", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        encoder.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="saving was interrupted; save it again"):
+        SparseEncoder.from_pretrained(tmp_path)

@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import io
 import json
 import os
 import shutil
@@ -467,3 +468,34 @@ def test_ids_out_of_range_are_one_line(models, tmp_path, capsys, monkeypatch):
     monkeypatch.undo()
     status, output = run(capsys, "classify", "hello", "--model", tmp_path)
     assert status == 2 and "expected ids below the vocab_size of the model, 500" in output.err
+
+
+# ---- what ends a command
+
+
+def test_ctrl_c_is_one_line(capsys, monkeypatch):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastbert.cli.tools._info", interrupted)
+    assert run(capsys, "info", "--model", "bert-base-uncased") == (130, ("", "fastbert: interrupted\n"))
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{sys.executable} -m fastbert.cli info --model bert-base-uncased | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_errors_may_have_a_traceback(monkeypatch, tmp_path):
+    monkeypatch.setenv("FASTBERT_TRACEBACK", "1")
+    with pytest.raises(FileNotFoundError):
+        cli.main(["info", "--model", str(tmp_path)])
+
+
+def test_texts_may_come_through_a_pipe(models, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one text\nanother\n"))
+    piped = json_of(capsys, "classify", "--text", "-", "--model", models / "BertForSequenceClassification")
+    assert piped == json_of(
+        capsys, "classify", "one text", "another", "--model", models / "BertForSequenceClassification"
+    )

@@ -271,3 +271,29 @@ def test_many_threads_at_once(make, workers):
 
     in_threads(client, 8, 30)
     assert not wrong
+
+
+class Picky:
+    """A lane that refuses batches with a wrong row, or with more than `most` rows."""
+
+    def __init__(self, most):
+        self.most = most
+
+    def compute(self, rows):
+        if len(rows) > self.most:
+            raise MemoryError("out of memory")
+        if "wrong" in rows:
+            raise ValueError("NaN")
+        return list(rows)
+
+
+@pytest.mark.parametrize("most", [1, 9])
+def test_an_error_is_only_that_request_s(make, most):
+    queue, slow, lane = make(), Slow(), Picky(most)
+    first = busy(queue, slow)
+    futures = [queue.submit(lane, [row], [1]) for row in (1, "wrong", 3)]
+    slow.go()
+    assert first.result(20).results == [0]
+    assert [futures[i].result(20).results for i in (0, 2)] == [[1], [3]]
+    with pytest.raises(ValueError, match="NaN"):
+        futures[1].result(20)
