@@ -56,8 +56,13 @@ def ratios(theirs: Line, own: Line) -> list[float]:
 
 
 def is_slower(times: Sequence[float]) -> bool:
-    """Whether ratios are above 1 by a hundredth or more in the median, and at all in at least four of five rounds."""
-    return statistics.median(times) >= 1.01 and sum(one > 1 for one in times) >= 0.8 * len(times)
+    """Whether ratios are above 1 by a hundredth or more in the median."""
+    return statistics.median(times) >= 1.01
+
+
+def is_steady(times: Sequence[float]) -> bool:
+    """Whether ratios are above 1 in at least four of five rounds."""
+    return sum(one > 1 for one in times) >= 0.8 * len(times)
 
 
 @dataclass(frozen=True)
@@ -267,9 +272,12 @@ def slower(cases: Iterable[Case]) -> Iterator[tuple[float, list[str]]]:
     for case in cases:
         for row in (Row(case, case.timed[name]) for name in (*OURS, *PREPARED) if name in case.timed):
             found = {name: ratios(row.own, case.timed[name]) for name in row.others if not is_ours(name)}
-            faster = [(*spread(times), name) for name, times in found.items() if is_slower(times)]
+            marked = {
+                name: f"{'' if is_steady(times) else '~'}{SHORT.get(name, name)}" for name, times in found.items()
+            }
+            faster = [(*spread(times), marked[name]) for name, times in found.items() if is_slower(times)]
             faster.sort(reverse=True)
-            told = [f"{SHORT.get(name, name)} {times:.2f} ({low:.2f}–{high:.2f})" for times, low, high, name in faster]
+            told = [f"{name} {times:.2f} ({low:.2f}–{high:.2f})" for times, low, high, name in faster]
             if faster:
                 yield faster[0][0], [f"{case.title}, {case.facts['dtype']}", row.own["name"], "; ".join(told)]
 
@@ -279,28 +287,39 @@ def slower(cases: Iterable[Case]) -> Iterator[tuple[float, list[str]]]:
 HEAD = """\
 # How fast
 
-Every case that was measured, and everybody it was measured against. `make bench` measures again within a quarter of an
-hour; `python -m benchmarks.report` then writes this page from the files under `benchmarks/results`.
+Every case in the files `benchmarks/results/<device>/*.jsonl`, and everybody it was measured against; services are in
+[tasks/serving.md](tasks/serving.md), attention alone on a GPU in [attention.md](attention.md). `make bench` measures a
+part of them again within a quarter of an hour; `python -m benchmarks.report` writes this page.
 
 A row is a case and a form of fastbert: its own modules where they took part, and models after `fastbert.prepare` (type:
 "prepared"). ms: its median. % floor: of what peak rate and bandwidth, measured on that machine before the cases, allow.
-% library: of what the library's own matrix products, timed in the same case, allow. memory: its peak over the
-baseline's (HF SDPA, PyTorch). Under a contender's name: that contender's time over fastbert's, so above 1 fastbert is
-faster (median over the rounds of one interleaved run). Quantised models are compared with every contender, others only
-with contenders that are not quantised. `wrong`: not timed, because the result was wrong.
-[benchmarks.md](benchmarks.md) says how it is measured.
+% library: of what the library's own matrix products, timed in the same case, allow (above 100: ours are faster).
+memory: its peak over the baseline's (HF SDPA, PyTorch). Under a contender's name: that contender's time over
+fastbert's, so above 1 fastbert is faster (median over the rounds of one interleaved run). Quantised models are compared
+with every contender, others only with contenders that are not quantised. In `encode`, `rerank` and `contrastive step`,
+HF SDPA is sentence-transformers. `wrong`: not timed, because the result was wrong. [benchmarks.md](benchmarks.md) says
+how it is measured.
 
 Some floors were computed before `benchmarks/floor.py` had its present rules and are higher, and % floor and % library
 with them: of `linear_max` with a backward (as products of all tokens), of 16-bit attention on the H200, also in
 models (at a rate that is published for 512 tokens, whatever the length), and of "model 32" (its feed-forward twice as
 wide as it is)."""
 
+NOTES = {
+    "h200": [
+        "These runs had Triton's attention, which Hopper no longer chooses, and layers of a dozen operators, which are "
+        "one now; their times include the host's. [attention.md](attention.md#on-a-gpu-in-cuda) has the present "
+        "attention alone; models have not been timed again."
+    ],
+    "cpu-avx512-bf16": ["Zen 4 and Zen 5; files whose machine is only AMD EPYC do not say which of the two."],
+}
+
 LOSSES = """\
 ## When is it slower
 
-The time of a form of fastbert over that of each contender that is faster by a hundredth or more in the median, and in
-at least four of five rounds: the median over the rounds, and the 20th and 80th percentiles. All of them keep the
-accuracy rule; quantised contenders, which do not, are listed only beside quantised forms."""
+The time of a form of fastbert over that of each contender that is faster by a hundredth or more in the median: the
+median over the rounds, and the 20th and 80th percentiles. ~: it was not faster in at least four of five rounds. All of
+them keep the accuracy rule; quantised contenders, which do not, are listed only beside quantised forms."""
 
 
 def page(results: Mapping[str, Sequence[File]]) -> str:
@@ -320,7 +339,7 @@ def lost(device: str, files: Sequence[File]) -> list[str]:
 def section(device: str, files: Sequence[File]) -> str:
     """A device's files: whole models first, as they are what people run."""
     cases = [case for file in files for case in file.cases]
-    parts = [f"## {device}"]
+    parts = [f"## {device}", *NOTES.get(device, ())]
     if pictured(files):
         parts += [f"![time of each contender over fastbert's](../benchmarks/results/{device}/speedup.svg)"]
     parts += [part for file in sorted(files, key=lambda file: not pictured([file])) for part in in_page(file)]
