@@ -32,7 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     except _MENDABLE as error:
         if os.environ.get("FASTBERT_TRACEBACK") == "1":
             raise
-        _say(str(error) or type(error).__name__)
+        missing = isinstance(error, ModuleNotFoundError) and "pip install" not in str(error)
+        _say((str(error) or type(error).__name__) + (f"; to install it: pip install {error.name}" if missing else ""))
         return 2
 
 

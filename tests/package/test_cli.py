@@ -499,3 +499,9 @@ def test_texts_may_come_through_a_pipe(models, capsys, monkeypatch):
     assert piped == json_of(
         capsys, "classify", "one text", "another", "--model", models / "BertForSequenceClassification"
     )
+
+
+def test_a_missing_package_is_named_with_its_installation(models, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    status, output = run(capsys, "classify", "hello", "--model", models / "BertForSequenceClassification")
+    assert status == 2 and output.err.endswith("; to install it: pip install tokenizers\n")
