@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -49,16 +50,21 @@ def find_torch() -> tuple[str, str] | None:
 
 
 def find_compiler() -> str | None:
-    """Path of the C++ compiler: CXX, or else the usual names."""
+    """Path of the C++ compiler: CXX, or else the usual names. Ends with an error if CXX names none that there is."""
     named = os.environ.get("CXX")
     candidates = [shlex.split(named)[0]] if named else ["c++", "g++", "clang++"]
-    return next(filter(None, map(shutil.which, candidates)), None)
+    found = next(filter(None, map(shutil.which, candidates)), None)
+    if named and found is None:
+        sys.exit(f"fastbert: CXX is {named!r}, and there is no {candidates[0]}")
+    return found
 
 
 def why_not(torch: tuple[str, str] | None, compiler: str | None) -> str | None:
     """Why _C cannot be built here, or None; in words that "… when fastbert was installed" can follow."""
     if not sys.platform.startswith("linux"):
         return f"the platform was {sys.platform}, not Linux,"
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return "this Python is free-threaded, which the stable ABI leaves out,"
     if torch is None:
         return "torch was not found"
     if tuple(map(int, re.findall(r"\d+", torch[0])[:2])) < OLDEST_TORCH:
@@ -91,10 +97,15 @@ def wanted_architectures() -> str:
 
 def max_jobs() -> int:
     """MAX_JOBS, or as many compiler processes as processors and memory (2 GiB each) allow."""
-    if os.environ.get("MAX_JOBS"):
-        return int(os.environ["MAX_JOBS"])
-    gibibytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return max(1, min(len(os.sched_getaffinity(0)), int(gibibytes / 2)))
+    if wish := os.environ.get("MAX_JOBS"):
+        if not wish.isdecimal() or int(wish) < 1:
+            sys.exit(f"fastbert: MAX_JOBS is {wish!r}; expected a whole number, at least 1")
+        return int(wish)
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    of_container = Path("/sys/fs/cgroup/memory.max")
+    if of_container.exists() and (limit := of_container.read_text().strip()).isdecimal():
+        limits.append(int(limit))
+    return max(1, min(len(os.sched_getaffinity(0)), min(limits) // 2**31))
 
 
 def cmake_build(torch: tuple[str, str], target: Path) -> None:
@@ -107,7 +118,8 @@ def cmake_build(torch: tuple[str, str], target: Path) -> None:
     version, folder = torch
     build_dir = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
     # CMake looks for these once and caches them, so a build folder is valid for one set of them only.
-    kept = json.dumps([version, folder, *map(os.environ.get, ("CXX", "CXXFLAGS", "CUDA_HOME")), shutil.which("nvcc")])
+    variables = map(os.environ.get, ("CXX", "CXXFLAGS", "CUDA_HOME", "CUDAFLAGS", "LDFLAGS"))
+    kept = json.dumps([version, folder, *variables, shutil.which("nvcc")])
     stamp = build_dir / "built_for.json"
     if not stamp.exists() or stamp.read_text() != kept:
         shutil.rmtree(build_dir, ignore_errors=True)

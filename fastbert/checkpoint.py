@@ -114,10 +114,11 @@ def to_ours(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tenso
     return _modern(state)
 
 
-def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[str, Tensor]:
+def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT, *, predicts: bool = True) -> dict[str, Tensor]:
     """`to_ours` for a model with a head: heads are kept, and names of a bare BertModel get the prefix `bert.`.
 
-    Raises RuntimeError if a masked-LM decoder differs from the word embeddings.
+    predicts: whether the model has a masked-LM head. If so, raises RuntimeError if its decoder differs from the word
+    embeddings.
     """
     state = _in_bert_names(state, names)
     if not any(name.startswith("bert.") for name in state):
@@ -125,7 +126,7 @@ def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[
     state = _modern(state)
     for name, source in TIED.items():
         tied = state.pop(name, None)
-        if tied is not None and not _same(state.setdefault(source, tied), tied):
+        if predicts and tied is not None and not _same(state.setdefault(source, tied), tied):
             one, other = names.theirs(name), names.theirs(source)
             raise RuntimeError(f"{one} differs from {other}; fastbert computes masked-LM heads that tie them")
     return state
@@ -133,9 +134,8 @@ def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT) -> dict[
 
 def _in_bert_names(state: Mapping[str, Tensor], names: Names) -> dict[str, Tensor]:
     """The state under BERT's names, without wrappers' prefixes. Raises RuntimeError for a tensor that comes twice."""
-    for prefix in WRAPPERS * 2:  # either wrapper may be around the other
-        if state and all(name.startswith(prefix) for name in state):
-            state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    while prefix := next((p for p in WRAPPERS if state and all(name.startswith(p) for name in state)), None):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
     result: dict[str, Tensor] = {}
     for name, tensor in state.items():
         ours = names.ours(name)
@@ -307,34 +307,35 @@ def _check_dtypes(state: Mapping[str, Tensor], dtype: torch.dtype | None, precis
 def read(directory: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint under the names in the file.
 
-    Reads model.safetensors, or the files that model.safetensors.index.json names, or, if there is neither,
-    pytorch_model.bin (tensors only, never code). Raises FileNotFoundError if none of these exists or one of the shards
-    is missing, ValueError for a corrupt or truncated file.
+    Reads the first of model.safetensors, the files that model.safetensors.index.json names, pytorch_model.bin, and the
+    files that pytorch_model.bin.index.json names (of .bin files tensors only, never code). Raises FileNotFoundError if
+    none of these exists or one of the shards is missing, ValueError for a corrupt or truncated file.
     """
     directory = Path(directory)
-    safe, pickled = directory / "model.safetensors", directory / "pytorch_model.bin"
-    index = directory / "model.safetensors.index.json"
-    if safe.exists():
-        return _read(safe, load_file)
-    if index.exists():
-        return _read_shards(directory, index)
-    if not pickled.exists():
-        raise FileNotFoundError(f"{directory} holds no model.safetensors, no {index.name} and no pytorch_model.bin")
-    return read_pickled(pickled)
+    for name, reader in (("model.safetensors", load_file), ("pytorch_model.bin", _unpickled)):
+        if (directory / name).exists():
+            return _read(directory / name, reader)
+        if (index := directory / f"{name}.index.json").exists():
+            return _read_shards(directory, index, reader)
+    raise FileNotFoundError(f"{directory} holds no model.safetensors and no pytorch_model.bin, nor an index of either")
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:
     """Reads a state dict that torch.save wrote: tensors only, never code. Raises ValueError for anything else."""
-    return _read(path, lambda path: torch.load(path, map_location="cpu", weights_only=True))
+    return _read(path, _unpickled)
 
 
-def _read_shards(directory: Path, index: Path) -> dict[str, Tensor]:
+def _unpickled(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _read_shards(directory: Path, index: Path, reader: Callable[[Path], Any]) -> dict[str, Tensor]:
     names = _read(index, lambda path: json.loads(path.read_text(encoding="utf-8"))["weight_map"], kind=str)
     state: dict[str, Tensor] = {}
     for shard in sorted(set(names.values())):
         if Path(shard).name != shard or not (directory / shard).exists():
             raise FileNotFoundError(f"{index} names {shard}, which {directory} does not hold")
-        state |= _read(directory / shard, load_file)
+        state |= _read(directory / shard, reader)
     if missing := sorted(names.keys() - state.keys()):
         raise ValueError(f"{index} names {missing[0]} and {len(missing)} in all that no file holds")
     return state

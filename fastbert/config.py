@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ class BertConfig:
             raise ValueError(f"BertConfig: model_type is {model_type!r}: {REFUSED[model_type]}")
         _require("model_type", model_type, f"one of {', '.join(BY_MODEL_TYPE)}", lambda v: v in list(BY_MODEL_TYPE))
         self.model_type = model_type
-        self.extra = {**self.family.own, **(extra or {})}
+        self.extra = {**self.family.own, **deepcopy(extra or {})}
         self.extra |= {name: fields.pop(name) for name in self.family.own if name in fields}
         for name, default in _defaults().items():
             setattr(self, name, fields.pop(name, self.family.defaults.get(name, default)))
@@ -99,6 +101,8 @@ class BertConfig:
         for name in ("initializer_range", "layer_norm_eps"):
             self._require(name, "a number >= 0", lambda v: _is_number(v) and v >= 0)
         self._require("hidden_act", f"one of {', '.join(GELU_FORMS)}", lambda v: v in list(GELU_FORMS))
+        names = f"a dictionary of names by numbers below num_labels ({self.num_labels})"
+        _require("id2label", self.extra.get("id2label"), names, lambda v: not v or _are_label_names(v, self.num_labels))
         known = (None, *PROBLEM_TYPES)
         self._require("problem_type", f"one of {known}", lambda v: v in known)
         self._check_ids()
@@ -244,8 +248,12 @@ class BertConfig:
 
     @classmethod
     def from_dict(cls, values: dict) -> "BertConfig":
-        """Makes a configuration from the fields of a config.json, under the family's names or BERT's."""
-        model_type = values.get("model_type") or "bert"
+        """Makes a configuration from the fields of a config.json, under the family's names or BERT's.
+
+        Without model_type, the family is that of `architectures`, or BERT if there are none. Raises ValueError as the
+        constructor does, and for architectures of no known family.
+        """
+        model_type = values.get("model_type") or _model_type_of(values.get("architectures") or ())
         if family := BY_MODEL_TYPE.get(str(model_type)):  # __init__ refuses others
             values = _in_our_names(values, family)
         if values.get("id2label") and "num_labels" not in values:
@@ -261,9 +269,12 @@ class BertConfig:
     def from_pretrained(cls, source: str | Path) -> "BertConfig":
         """Reads config.json in a directory, or of a model by its name on the hub (`fastbert.hub`).
 
-        Raises FileNotFoundError, and ValueError if it does not belong to a known family.
+        If a save was interrupted after the weights, the configuration is theirs, with a UserWarning. Raises
+        FileNotFoundError, and ValueError if it does not belong to a known family.
         """
-        return cls.read(hub.directory_of(source, weights=False))
+        from fastbert.checkpoint import load  # which imports this module
+
+        return load(hub.directory_of(source, weights=False)).config
 
     @classmethod
     def read(cls, directory: Path, text: str | None = None) -> "BertConfig":
@@ -331,6 +342,23 @@ def _in_our_names(values: dict, family: Family) -> dict:
             raise ValueError(f"BertConfig: {theirs} is {given!r} and {ours}, which means the same, is {other!r}")
         values[ours] = given
     return values
+
+
+def _model_type_of(architectures: Iterable[str]) -> str:
+    """The model_type of the first of these classes of transformers; "bert" if there are none."""
+    for name in architectures:
+        name = name.removeprefix("TF").removeprefix("Flax")
+        if found := [family for family in BY_MODEL_TYPE.values() if name.startswith(family.classes)]:
+            return max(found, key=lambda family: len(family.classes)).model_type
+        raise ValueError(f"BertConfig: there is no model_type, and the architecture is {name}; expected a known one")
+    return "bert"
+
+
+def _are_label_names(names: object, count: int) -> bool:
+    """Whether these are names by the number of a label, as far as there are numbers."""
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        return False
+    return all(str(number).isdecimal() and int(number) < count for number in names)
 
 
 def _require(name: str, value: object, expected: str, holds) -> None:

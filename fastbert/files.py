@@ -1,5 +1,6 @@
 """Replaces files as a whole: after an error, a full disk or a kill, the previous file is still there."""
 
+import errno
 import glob
 import os
 import re
@@ -68,8 +69,14 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def _sync_names(directory: Path) -> None:
-    """Makes a new name in the directory survive a power loss. Windows has no such call."""
-    if hasattr(os, "O_DIRECTORY"):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    """Makes a new name in the directory survive a power loss. Windows has no such call, nor have some file systems."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF):
+            raise
+    finally:
         os.close(descriptor)

@@ -168,7 +168,8 @@ class _BertWithHead(Saveable):
         return checkpoint.Names(self.config.family, self._facts)
 
     def to_ours(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return checkpoint.to_ours_with_head(state, self._names)
+        predicts = hasattr(getattr(self, "cls", None), "predictions")
+        return checkpoint.to_ours_with_head(state, self._names, predicts=predicts)
 
     def _check_head(self, config: BertConfig) -> None:
         family, op = config.family, type(self).__name__

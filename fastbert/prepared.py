@@ -275,11 +275,13 @@ class Frozen:
 
 
 def freeze(model: nn.Module, precision: str) -> nn.Module:
-    """The model without gradients. Methods that would change its weights, or write files that transformers cannot read,
-    now raise."""
+    """The model without gradients and without dropout. Methods that would change its weights, or write files that
+    transformers cannot read, now raise."""
     model.requires_grad_(False)
     join(model)
     for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the mode of a single part can still be changed
         if not isinstance(module, PreparedLinear) and holds_prepared(module):
             for method in ("train", "_apply", "load_state_dict", LOADING):
                 setattr(module, method, Frozen(module, method, PRECISIONS[precision]))

@@ -7,11 +7,16 @@ first (`fastbert.padding.plan`); docs/export.md says what this costs.
 
 import contextlib
 import copy
+import glob
 import importlib.util
 import io
 import logging
 import os
+import re
+import secrets
+import shutil
 import tempfile
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,6 +37,8 @@ from fastbert.testing import Result, Row
 
 FACTOR = 4.0  # an exported model's error against float64 may be this many times the model's own
 OPSET = 20  # the first version with Gelu
+_LARGE = 3 << 29  # bytes; protobuf's files end at 2 GiB
+_WEIGHTS = re.compile(r"(\.[0-9a-f]{8})?\.data")  # after the model's name
 _ONNX_DTYPES = (torch.float32, torch.float16)
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 Run = Callable[..., dict[str, Tensor]]
@@ -54,8 +61,9 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     """Writes the model's forward in evaluation mode, without labels, to a file that runs without fastbert.
 
     model: BertModel or one with a head, of any family, on a CPU, in a dtype that the format supports. path: is replaced
-    only after all checks have passed; an ONNX model above 1.5 GB keeps its weights in PATH.data. format: "onnx", or
-    "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name: input_ids,
+    only after all checks have passed; an ONNX model above 1.5 GB keeps its weights beside it, in a file with a new name
+    for each export, PATH.XXXXXXXX.data, so that an interrupted export leaves the earlier one as it was. format: "onnx",
+    or "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name: input_ids,
     attention_mask and, in families with several token types, token_type_ids, each (batch, length), or (batch, choices,
     length) for multiple choice; batch is at least 1, length at most the model's, which must be 2 or more. Its outputs
     are those of the model: last_hidden_state, pooler_output, logits, ...; sentence_embedding of BertForSparseEmbedding.
@@ -67,6 +75,7 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     """
     path = Path(path)
     _check(model, path, format)
+    _remove_leftovers(path)
     beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
     # The caller's autocast would become part of the file, where inputs have other dtypes than when it was traced.
     with torch.autocast("cpu", enabled=False), evaluating(model), _quiet(), beside as folder:
@@ -76,9 +85,21 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
         file = Path(folder) / path.name
         _FORMATS[format].write(program, names, file)
         rows = _verify(model, _FORMATS[format].read(file, names), batches, _of_tokens(program, names[1]))
-        for made in sorted(Path(folder).iterdir(), key=lambda made: made == file):  # the weights first
-            os.replace(made, path.with_name(made.name))
+        weights = [made.name for made in Path(folder).iterdir() if made != file]
+        for name in (*weights, file.name):  # the model last, which names the weights
+            os.replace(Path(folder) / name, path.with_name(name))
+    for old in path.parent.glob(f"{glob.escape(path.name)}.*data"):  # of earlier exports
+        if old.name not in weights and _WEIGHTS.fullmatch(old.name.removeprefix(path.name)):
+            old.unlink()
     return Exported(path, format, *names, tuple(rows))
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Removes the folders of exports to this path that were killed: those not written to for a day."""
+    for folder in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(OSError):
+            if folder.is_dir() and time.time() - folder.stat().st_mtime > 86400:
+                shutil.rmtree(folder)
 
 
 def _check(model: Saveable, path: Path, format: str) -> None:
@@ -240,7 +261,13 @@ def _write_onnx(program: torch.export.ExportedProgram, names: Names, file: Path)
     others = {node.domain for node in onnx.model.graph if node.domain} | {str(name) for name in onnx.model.functions}
     if others:
         raise RuntimeError(f"export: the graph has operators of {', '.join(sorted(others))}; expected ONNX's own alone")
-    onnx.save(file)
+    size = sum(each.const_value.nbytes for each in onnx.model.graph.initializers.values())
+    if size < _LARGE:
+        onnx.save(file, external_data=False)
+    else:
+        importlib.import_module("onnx_ir").save(
+            onnx.model, file, external_data=f"{file.name}.{secrets.token_hex(4)}.data"
+        )
 
 
 def _read_onnx(file: Path, names: Names) -> Run:

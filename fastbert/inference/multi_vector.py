@@ -140,8 +140,9 @@ class MultiVectorEncoder:
             self.document_length, self.expansion, self.skip_words, self.skip_tasks, self.similarity_name,
             self.max_length,
         )  # fmt: skip
-        if format == "colbert":
-            multi_vector_files.colbert_settings(recipe)  # before anything is written
+        if format == "colbert":  # refused before anything is written
+            multi_vector_files.colbert_settings(recipe)
+            _require_markers(self.tokenizer, self.prompts)
         sentence_files.begin(directory)
         if format == "colbert":
             multi_vector_files.write_colbert(recipe, self.model)
@@ -292,6 +293,18 @@ def _check_widths(width: int, dense: Sequence[Dense]) -> None:
         if each.linear.in_features != width:
             raise ValueError(f"dense[{i}] takes {each.linear.in_features} numbers; expected {width}")
         width = each.linear.out_features
+
+
+def _require_markers(tokenizer: Any, prompts: Mapping[str, str]) -> None:
+    """Raises ValueError for a marker that is not one token, as it would be once it is read from ColBERT's files."""
+    for name, prompt in prompts.items():
+        marker = prompt.removesuffix(" ")
+        tokens = tokenizer.encode(marker, add_special_tokens=False).tokens
+        if tokens != [marker] and tokenizer.token_to_id(marker) is not None:
+            expected = f"one: tokenizer.add_special_tokens([{marker!r}]) before the encoder is made"
+            raise ValueError(
+                f"the format 'colbert' makes {name}'s marker one token, here it is {tokens}; expected {expected}"
+            )
 
 
 def _add_markers(tokenizer: Any, markers: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import shutil
+import stat
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -358,7 +359,7 @@ def test_missing_files(tmp_path, saved):
     with pytest.raises(FileNotFoundError):
         BertModel.from_pretrained(tmp_path / "nowhere")
     (saved / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="no model.safetensors, no .*index.json and no pytorch_model.bin"):
+    with pytest.raises(FileNotFoundError, match="no model.safetensors and no pytorch_model.bin, nor an index"):
         BertModel.from_pretrained(saved)
 
 
@@ -496,3 +497,55 @@ def test_saving_again_and_saving_transposed_memory(tmp_path):
         warnings.simplefilter("error")
         again = BertModel.from_pretrained(tmp_path)
     assert torch.equal(again.encoder.layer[0].output.dense.weight, weight)
+
+
+def test_pickled_shards_are_read_together(saved):
+    expected = BertModel.from_pretrained(saved).state_dict()
+    tensors = load_file(saved / "model.safetensors")
+    (saved / "model.safetensors").unlink()
+    names = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(tensors)}
+    for file in set(names.values()):
+        torch.save({name: tensors[name] for name in tensors if names[name] == file}, saved / file)
+    (saved / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    found = BertModel.from_pretrained(saved).state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_weights_of_a_variant_do_not_stand_for_all(cached):
+    (cached / "model.safetensors").rename(cached / "model.fp16.safetensors")
+    with pytest.raises(FileNotFoundError, match="run `hf download someone/small`"):
+        BertModel.from_pretrained("someone/small")
+
+
+def test_a_disk_that_cannot_be_written_is_no_missing_network(cached, monkeypatch):
+    def full(*args, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        BertModel.from_pretrained("someone/small")
+
+
+def test_a_file_system_that_syncs_no_directories_is_written_to(tmp_path, monkeypatch):
+    sync = os.fsync
+
+    def picky(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", picky)
+    BertModel(TINY).save_pretrained(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"]
+
+
+def test_a_decoder_of_its_own_matters_to_masked_lm_heads_alone(tmp_path):
+    config = hugging_face().config
+    config.tie_word_embeddings = False
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="initialised anew"):
+        fastbert.BertForTokenClassification.from_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
+    with pytest.raises(RuntimeError, match="differs from bert.embeddings.word_embeddings.weight"):
+        fastbert.BertForMaskedLM.from_pretrained(tmp_path)

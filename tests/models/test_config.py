@@ -167,3 +167,54 @@ def test_label_names_give_the_number_of_labels():
 def test_another_library_s_configuration_is_named():
     with pytest.raises(TypeError, match=r"config is a transformers\.BertConfig; expected a fastbert\.BertConfig"):
         fastbert.BertModel(transformers.BertConfig())
+
+
+# ---- what config.json leaves out, or says in a form of its own
+
+
+@pytest.mark.parametrize(
+    "name", ["BertModel", "RobertaForMaskedLM", "XLMRobertaModel", "TFDistilBertModel", "MPNetModel"]
+)
+def test_architectures_tell_the_family_where_model_type_is_missing(name):
+    config = BertConfig.from_dict({"architectures": [name], "pad_token_id": 1})
+    assert config.family.classes == max(
+        (family.classes for family in BY_MODEL_TYPE.values() if family.classes in name), key=len
+    )
+
+
+def test_other_architectures_are_not_taken_for_bert():
+    with pytest.raises(ValueError, match="there is no model_type, and the architecture is GPT2Model"):
+        BertConfig.from_dict({"architectures": ["GPT2Model"]})
+    assert BertConfig.from_dict({}).model_type == "bert"  # Google's own checkpoints of 2018 have neither
+
+
+@pytest.mark.parametrize("names", [["a", "b"], {"x": "a"}, {"0": 1}, {"2": "a"}, {-1: "a"}])
+def test_names_of_labels_that_are_none_are_refused(names):
+    with pytest.raises(ValueError, match=r"id2label is .*; expected a dictionary of names by numbers below num_labels"):
+        BertConfig.from_dict({"id2label": names, "num_labels": 2})
+
+
+def test_copies_share_nothing_that_can_change():
+    config = BertConfig(extra={"mine": {"a": [1]}})
+    config.changed(num_hidden_layers=1).extra["mine"]["a"].append(2)
+    assert config.extra["mine"] == {"a": [1]}
+
+
+def test_the_configuration_of_an_interrupted_save_is_that_of_the_weights(tmp_path, monkeypatch):
+    BertModel(SMALL).save_pretrained(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("fastbert.checkpoint.write_text", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            BertModel(SMALL.changed(num_attention_heads=2)).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="saving was interrupted"):
+        assert BertConfig.from_pretrained(tmp_path).num_attention_heads == 2
+
+
+SMALL = BertConfig(
+    vocab_size=9,
+    hidden_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    intermediate_size=8,
+    max_position_embeddings=8,
+)

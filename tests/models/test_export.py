@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -290,3 +291,35 @@ def test_jit_trace_is_refused_with_what_to_use(name):
     for arguments in ((ids,), (ids, torch.ones_like(ids))):
         with pytest.raises(RuntimeError, match="torch.jit.trace would fix the mask.*use torch.export or torch.compile"):
             torch.jit.trace(lambda *inputs: model(*inputs)[-1], arguments)
+
+
+@needs_onnx
+def test_weights_in_a_file_of_their_own_belong_to_one_export(tmp_path, monkeypatch):
+    """Whenever an export of a large model is interrupted, the file computes the earlier one or the new one."""
+    monkeypatch.setattr(export, "_LARGE", 1000)
+    models, path = [model_of("BertModel") for _ in range(3)], tmp_path / "m.onnx"
+    ids = torch.randint(1, 99, (2, 7))
+    mask = torch.ones_like(ids)
+
+    def computes(model):
+        run = export._read_onnx(path, (("input_ids", "attention_mask"), ("last_hidden_state",)))
+        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+        return (run(**inputs)["last_hidden_state"] - model(ids).last_hidden_state).abs().max() < 1e-4
+
+    export.export(models[0], path)
+    assert computes(models[0]) and len(list(tmp_path.iterdir())) == 2
+    replace, moved = os.replace, []
+
+    def interrupted(source, target):
+        if moved.append(target) or len(moved) == 2:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export.os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export.export(models[1], path)
+    assert computes(models[0])
+    monkeypatch.setattr(export, "_LARGE", 1 << 40)
+    export.export(models[2], path)
+    assert computes(models[2]) and list(tmp_path.iterdir()) == [path]

@@ -523,3 +523,19 @@ def test_what_is_wanted_from_the_hub(monkeypatch, tmp_path):
         [named + safe, pickled[:1]],
     ]
     assert wanted == [*itertools.chain(*downloads)]
+
+
+def test_a_marker_that_is_several_tokens_has_no_place_in_colbert_s_files(tmp_path):
+    """It is one token once it is read from them, so the encoder would be another."""
+    colbert(tmp_path / "first", METADATA)
+    made = MultiVectorEncoder.from_pretrained(tmp_path / "first")
+    content = json.loads(made.tokenizer.to_str())
+    markers = {prompt.strip() for prompt in made.prompts.values()}
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in markers]
+    tokenizer = type(made.tokenizer).from_str(json.dumps(content))
+    options = {"dense": made.vectors.dense, "prompts": made.prompts, "expansion": made.expansion}
+    options |= {"skip_words": made.skip_words, "document_length": made.document_length}
+    other = MultiVectorEncoder(made.model, tokenizer, **options)
+    with pytest.raises(ValueError, match="the format 'colbert' makes query's marker one token, here it is"):
+        other.save_pretrained(tmp_path / "second", format="colbert")
+    assert not (tmp_path / "second").exists()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
-from small_models import CONFIGS, batch, hugging_face, minilm, ours
+from small_models import CONFIGS, TINY, batch, hugging_face, minilm, ours
 from torch import nn
 
 import fastbert
@@ -472,3 +472,14 @@ def test_sentence_transformers_models_are_prepared():
     assert runs("packed_layer_fwd") == before + 1
     with pytest.raises(RuntimeError, match="use the original"):
         prepared.save("anywhere")
+
+
+def test_a_single_part_in_training_mode_drops_nothing():
+    model = fastbert.BertModel(TINY.changed(hidden_dropout_prob=0.5)).eval()
+    made, ids = fastbert.prepare(model, "fp32"), torch.randint(1, TINY.vocab_size, (2, 7))
+    expected = made(ids).last_hidden_state
+    for part in made.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.train()
+    made.embeddings.train()
+    assert torch.equal(made(ids).last_hidden_state, expected) and model.embeddings.dropout.p == 0.5

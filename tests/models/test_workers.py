@@ -1,9 +1,12 @@
 """A SentenceEncoder on several processes gives the same vectors, and no failure ends in a hang."""
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from small_models import sentence_encoder
 import fastbert
 from fastbert import backends
 from fastbert.inference import Dense
+from fastbert.inference import workers as workers_module
 
 TEXTS = [f"{'word ' * (i % 7)}number {i}" for i in range(40)]
 
@@ -151,3 +155,63 @@ def test_from_a_script(tmp_path, guarded):
     ended = subprocess.run([sys.executable, "script.py"], **options)
     assert (ended.returncode == 0) == guarded and ("equal" in ended.stdout) == guarded, ended.stderr[-3000:]
     assert guarded or "EncoderWorkers: a process has ended before its work was done" in ended.stderr
+
+
+KILLED = """
+import os, sys
+import torch
+sys.path.insert(0, sys.argv[1])
+from small_models import sentence_encoder
+
+
+if __name__ == "__main__":
+    workers = sentence_encoder().workers(2)
+    print(*workers._executor._processes, flush=True)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    (tmp_path / "script.py").write_text(KILLED)
+    tests = Path(__file__).resolve().parent.parent
+    script = [sys.executable, str(tmp_path / "script.py"), str(tests)]
+    run = subprocess.run(script, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert run.returncode == -9
+    pids, deadline = list(map(int, run.stdout.split())), time.monotonic() + 20
+    assert len(pids) == 2
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda encoder: setattr(encoder, "normalize", not encoder.normalize),
+        lambda encoder: encoder.model.load_state_dict(copy.deepcopy(encoder.model.state_dict()), assign=True),
+        lambda encoder: encoder.model.double(),
+    ],
+)
+def test_an_encoder_that_has_changed_needs_new_workers(workers, encoder, change):
+    changed = copy.copy(encoder)
+    changed.model = copy.deepcopy(encoder.model)
+    with encoder.workers(1) as own:
+        own.encoder, own._state = changed, workers_module._state(changed)
+        change(changed)
+        with pytest.raises(RuntimeError, match="the encoder has changed since they started; start new ones"):
+            changed.encode(TEXTS, workers=own)
+
+
+def test_an_encoder_that_cannot_be_sent_is_an_error_at_once(encoder, monkeypatch):
+    broken = copy.copy(encoder)
+    broken.model = copy.deepcopy(encoder.model)
+    broken.model.register_forward_hook(lambda *given: None)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="[Cc]an't (pickle|get local object)"):
+        broken.workers(2)
+
+    def full(arguments):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    monkeypatch.setattr(workers_module.ForkingPickler, "dumps", full)
+    with pytest.raises(RuntimeError, match="shared memory is too small for the weights; in a container, give it more"):
+        encoder.workers(2)

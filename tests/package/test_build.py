@@ -81,11 +81,37 @@ def test_no_torch_is_a_reason_or_an_error(setup_py, monkeypatch, tmp_path):
 
 def test_no_compiler_is_a_reason_or_an_error(setup_py, monkeypatch):
     monkeypatch.setattr(setup_py, "find_torch", lambda: (torch.__version__, "/torch"))
-    monkeypatch.setenv("CXX", "/nonexistent/c++ -O1")
+    monkeypatch.setattr(setup_py.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CXX", raising=False)
     assert setup_py.decide() == (None, "no C++ compiler was found")
     monkeypatch.setenv("FASTBERT_BUILD", "1")
     with pytest.raises(SystemExit, match="no C\\+\\+ compiler was found"):
         setup_py.decide()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words", "call"),
+    [
+        (
+            "CXX",
+            "/nonexistent/c++ -O1",
+            "CXX is '/nonexistent/c\\+\\+ -O1', and there is no",
+            lambda s: s.find_compiler(),
+        ),
+        ("MAX_JOBS", "auto", "MAX_JOBS is 'auto'; expected a whole number", lambda s: s.max_jobs()),
+        ("MAX_JOBS", "0", "MAX_JOBS is '0'", lambda s: s.max_jobs()),
+    ],
+)
+def test_what_is_named_has_to_be_there(setup_py, monkeypatch, name, value, words, call):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=words):
+        call(setup_py)
+
+
+def test_a_python_without_the_stable_abi_gets_no_kernels(setup_py, monkeypatch):
+    monkeypatch.setattr(setup_py.sysconfig, "get_config_var", {"Py_GIL_DISABLED": 1}.get)
+    monkeypatch.setattr(setup_py, "find_torch", lambda: (torch.__version__, "/torch"))
+    assert setup_py.decide() == (None, "this Python is free-threaded, which the stable ABI leaves out,")
 
 
 def test_fastbert_build_0_asks_for_nothing_else(setup_py, monkeypatch):
