@@ -297,7 +297,7 @@ def test_jit_trace_is_refused_with_what_to_use(name):
 def test_weights_in_a_file_of_their_own_belong_to_one_export(tmp_path, monkeypatch):
     """Whenever an export of a large model is interrupted, the file computes the earlier one or the new one."""
     monkeypatch.setattr(export, "_LARGE", 1000)
-    models, path = [model_of("BertModel") for _ in range(3)], tmp_path / "m.onnx"
+    models, path = [model_of("BertModel").eval() for _ in range(3)], tmp_path / "m.onnx"
     ids = torch.randint(1, 99, (2, 7))
     mask = torch.ones_like(ids)
 
