@@ -293,6 +293,7 @@ def test_jit_trace_is_refused_with_what_to_use(name):
             torch.jit.trace(lambda *inputs: model(*inputs)[-1], arguments)
 
 
+@pytest.mark.slow  # four exports
 @needs_onnx
 def test_weights_in_a_file_of_their_own_belong_to_one_export(tmp_path, monkeypatch):
     """Whenever an export of a large model is interrupted, the file computes the earlier one or the new one."""

@@ -195,11 +195,11 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path):
 def test_an_encoder_that_has_changed_needs_new_workers(workers, encoder, change):
     changed = copy.copy(encoder)
     changed.model = copy.deepcopy(encoder.model)
-    with encoder.workers(1) as own:
-        own.encoder, own._state = changed, workers_module._state(changed)
-        change(changed)
-        with pytest.raises(RuntimeError, match="the encoder has changed since they started; start new ones"):
-            changed.encode(TEXTS, workers=own)
+    own = copy.copy(workers)
+    own.encoder, own._state = changed, workers_module._state(changed)
+    change(changed)
+    with pytest.raises(RuntimeError, match="the encoder has changed since they started; start new ones"):
+        changed.encode(TEXTS, workers=own)
 
 
 def test_an_encoder_that_cannot_be_sent_is_an_error_at_once(encoder, monkeypatch):
