@@ -171,6 +171,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_process_that_is_killed(tmp_path):
     (tmp_path / "script.py").write_text(KILLED)
     tests = Path(__file__).resolve().parent.parent
