@@ -289,7 +289,7 @@ def test_what_counts_as_the_same_label(labels, problem, same):
         (None, ["--max-length", "2"], "max_length is 2"),
         (None, ["--device", "nonsense"], "nonsense"),
         ("tokenizer.json", [], "has no tokenizer: expected one of tokenizer.json"),
-        ("model.safetensors", [], "holds no model.safetensors, no"),
+        ("model.safetensors", [], "holds no model.safetensors and no"),
         ("config.json", [], "No such file"),
     ],
 )
