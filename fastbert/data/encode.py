@@ -161,7 +161,7 @@ def cut_encodings(
     shorter, sides = zip(*(_beginning(one, _LONG * max_length) for one in inputs), strict=True) if inputs else ((), ())
     for side, encoding in zip(sides, encodings(tokenizer, shorter), strict=True):
         if side is not None and encoding.sequence_ids.count(side) < max_length:
-            (encoding,), side = encodings(tokenizer, [inputs[seen]]), None
+            encoding, side = next(encodings(tokenizer, [inputs[seen]])), None  # its tokens are long
         if len(encoding) > max_length and not truncation:
             count = f"{'more than ' if side is not None else ''}{len(encoding)}"
             raise TooLong(f"texts[{seen}] has {count} tokens; expected at most {max_length}")

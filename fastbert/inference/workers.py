@@ -110,7 +110,9 @@ def _sent(*arguments: Any) -> bytes:
 
 def _state(encoder: Any) -> tuple[Any, ...]:
     """What workers have of the encoder beside values in shared memory: changes in place reach them on CPUs alone."""
-    tensors = [*encoder.model.state_dict(keep_vars=True).values(), *encoder.dense.state_dict(keep_vars=True).values()]
+    parts = [*encoder.model.modules(), *encoder.dense.modules()]
+    held = [value for part in parts for of in (part._parameters, part._buffers, vars(part)) for value in of.values()]
+    tensors = [value for value in held if isinstance(value, Tensor)]  # packed weights are plain attributes
     version = 0 if encoder.device.type == "cpu" else sum(tensor._version for tensor in tensors)
     places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
     return places, version, encoder._modes, encoder.normalize
