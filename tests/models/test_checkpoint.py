@@ -549,3 +549,18 @@ def test_a_decoder_of_its_own_matters_to_masked_lm_heads_alone(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(values | {"tie_word_embeddings": True}))
     with pytest.raises(RuntimeError, match="differs from bert.embeddings.word_embeddings.weight"):
         fastbert.BertForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [fastbert.BertForMaskedLM, fastbert.BertForTokenClassification])
+def test_word_embeddings_may_be_stored_as_the_decoder_alone(tmp_path, kind):
+    """Of tied tensors a file may have either name."""
+    theirs = transformers.BertForMaskedLM(hugging_face().config)
+    theirs.save_pretrained(tmp_path)
+    name = "bert.embeddings.word_embeddings.weight"
+    rewrite(
+        tmp_path, lambda tensors: {{name: "cls.predictions.decoder.weight"}.get(n, n): x for n, x in tensors.items()}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the classifier, which is new
+        found = kind.from_pretrained(tmp_path)
+    assert torch.equal(found.bert.embeddings.word_embeddings.weight, theirs.bert.embeddings.word_embeddings.weight)
