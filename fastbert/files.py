@@ -5,9 +5,10 @@ import glob
 import os
 import re
 import secrets
+import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -28,7 +29,7 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
             yield file
         return
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    _remove_leftovers(path)
+    remove_leftovers(path.parent.glob(f"{glob.escape(path.name)}.*.part"))
     try:
         with part.open("xb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -45,12 +46,12 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     _sync_names(path.parent)
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Removes partial files of `path` that killed processes have left: those not written to for a day."""
-    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+def remove_leftovers(paths: Iterable[Path]) -> None:
+    """Removes files and folders that killed processes have left: those not written to for a day."""
+    for path in paths:
         with suppress(OSError):  # another process may be quicker
-            if time.time() - part.stat().st_mtime > 86400:
-                part.unlink()
+            if time.time() - path.stat().st_mtime > 86400:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _system_error(error: BaseException, part: Path) -> OSError | None:

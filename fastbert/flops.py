@@ -46,32 +46,32 @@ def _pairs(cu_seqlens: Tensor, max_seqlen: int) -> int:
 @_of("dense_gelu_fwd")
 @_of("cross_entropy_fwd")
 @_of("linear_max_fwd")
-def _dense(x, weight, *_, **__):
+def _dense(x, weight, *_):
     return _product(x, weight.shape[0])
 
 
 @_of("linear_bwd")
-def _dense_backward(dy, x, weight, need_dx, need_dweight, **_):
+def _dense_backward(dy, x, weight, need_dx, need_dweight):
     return _product(x, weight.shape[0]) * (need_dx + need_dweight)
 
 
 @_of("dense_gelu_bwd")
-def _dense_gelu_backward(dy, x, weight, preactivation, approximate, *need, **_):
+def _dense_gelu_backward(dy, x, weight, preactivation, approximate, *need):
     return _product(x, weight.shape[0]) * sum(need)
 
 
 @_of("cross_entropy_bwd")
-def _cross_entropy_backward(dloss, hidden, weight, labels, dlogits, ignore_index, *need, **_):
+def _cross_entropy_backward(dloss, hidden, weight, labels, dlogits, ignore_index, *need):
     return _product(hidden, weight.shape[0]) * sum(need)
 
 
 @_of("linear_max_bwd")
-def _linear_max_backward(dy, x, weight, rows, *need, **_):
+def _linear_max_backward(dy, x, weight, rows, *need):
     return 2 * prod(dy.shape) * x.shape[1] * sum(need)  # each maximum comes from one row
 
 
 @_of("packed_linear_fwd")
-def _packed(x, weight, scale, bias, channels, *_, **__):
+def _packed(x, weight, scale, bias, channels, *_):
     return _product(x, channels)
 
 
@@ -79,22 +79,22 @@ def _packed(x, weight, scale, bias, channels, *_, **__):
 
 
 @_of("attention_fwd")
-def _attention(qkv, cu_seqlens, max_seqlen, *_, **__):
+def _attention(qkv, cu_seqlens, max_seqlen, *_):
     return 2 * _attended(qkv, cu_seqlens, max_seqlen)
 
 
 @_of("attention_bwd")
-def _attention_backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, *_, **__):
+def _attention_backward(dout, qkv, out, lse, cu_seqlens, max_seqlen, *_):
     return 5 * _attended(qkv, cu_seqlens, max_seqlen)
 
 
 @_of("relative_attention_fwd")
-def _relative(qkv, slots, keys, queries, bias, cu_seqlens, max_seqlen, *_, **__):
+def _relative(qkv, slots, keys, queries, bias, cu_seqlens, max_seqlen, *_):
     return 2 * _attended(qkv, cu_seqlens, max_seqlen) + _of_positions(qkv, keys, queries)
 
 
 @_of("relative_attention_bwd")
-def _relative_backward(dout, qkv, out, lse, slots, keys, queries, bias, cu_seqlens, max_seqlen, *rest, **_):
+def _relative_backward(dout, qkv, out, lse, slots, keys, queries, bias, cu_seqlens, max_seqlen, *rest):
     products = 2 + rest[-1]  # again; the gradients of queries and keys; those of the tables
     return 5 * _attended(qkv, cu_seqlens, max_seqlen) + products * _of_positions(qkv, keys, queries)
 
@@ -134,19 +134,22 @@ class _Layer:
 
 
 @_of("encoder_layer_fwd")
-def _layer(hidden, context, parameters, cu_seqlens, rng, max_seqlen, *rest, **_):
-    layers = rest[-1]
-    return layers * _Layer(hidden, context, parameters[: len(parameters) // layers]).forward(cu_seqlens, max_seqlen)
+def _layer(hidden, context, parameters, cu_seqlens, rng, max_seqlen, *rest):
+    return _stack(hidden, context, parameters, cu_seqlens, max_seqlen, rest[-1])
 
 
 @_of("packed_layer_fwd")
-def _packed_layer(hidden, context, parameters, scales, cu_seqlens, max_seqlen, *rest, **_):
-    layers = rest[-1]
+def _packed_layer(hidden, context, parameters, scales, cu_seqlens, max_seqlen, *rest):
+    return _stack(hidden, context, parameters, cu_seqlens, max_seqlen, rest[-1])
+
+
+def _stack(hidden, context, parameters, cu_seqlens, max_seqlen, layers):
+    """`parameters` has those of each layer in turn."""
     return layers * _Layer(hidden, context, parameters[: len(parameters) // layers]).forward(cu_seqlens, max_seqlen)
 
 
 @_of("encoder_layer_bwd")
-def _layer_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, max_seqlen, *rest, **_):
+def _layer_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, max_seqlen, *rest):
     """Down to the first part of the layer that needs a gradient."""
     layer, of_inputs, wanted = _Layer(hidden, context, parameters), rest[-1][:2], rest[-1][2:]
     mlp, projection = layer.product(layer.width, layer.wide), layer.product(layer.inner, layer.width)

@@ -292,6 +292,15 @@ def freeze(model: nn.Module, precision: str) -> nn.Module:
     return model
 
 
+def held_tensors(model: nn.Module) -> list[Tensor | None]:
+    """Parameters, buffers and, of prepared layers, the tensors that are neither."""
+    found: list[Tensor | None] = []
+    for module in model.modules():
+        found += *module._parameters.values(), *module._buffers.values()
+        found += (module.weight, module.scale, module.bias) if isinstance(module, PreparedLinear) else ()
+    return found
+
+
 def _layers(model: nn.Module) -> Iterator[PreparedLinear]:
     return (module for module in model.modules() if isinstance(module, PreparedLinear))
 

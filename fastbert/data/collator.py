@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastbert.data.sampler import mixed
 from fastbert.data.tokenizer import continuation_prefix, copy_of, special_token_id
 from fastbert.ops.padding import cu_seqlens_of
 
@@ -195,7 +196,7 @@ class PackingCollator:
     def _generator(self, ids: Tensor) -> torch.Generator | None:
         if self.seed is None:
             return None
-        start = zlib.crc32(f"{self.seed} {int(self._epoch)}".encode())
+        start = mixed(self.seed, int(self._epoch))
         return torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), start))
 
 

@@ -1,7 +1,6 @@
 """A DataLoader that can resume within an epoch, and functions that make one from texts."""
 
 import copy
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from fastbert.data.collator import PackingCollator
 from fastbert.data.datasets import ClassificationDataset, MLMDataset
 from fastbert.data.encode import short_hash
-from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
+from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler, mixed
 
 
 class BatchLoader(DataLoader):
@@ -35,8 +34,7 @@ class BatchLoader(DataLoader):
         pin_memory, persistent_workers, ...)."""
         collator = copy.copy(collator)  # with an epoch of its own
         if not getattr(collator, "draws", False):  # otherwise torch's generator, for the workers' seeds too
-            seed = zlib.crc32(f"{sampler.seed} {sampler.rank}".encode())
-            options = {"generator": torch.Generator().manual_seed(seed)} | options
+            options = {"generator": torch.Generator().manual_seed(mixed(sampler.seed, sampler.rank))} | options
         super().__init__(dataset, batch_sampler=sampler, collate_fn=collator, **options)
         if hasattr(collator, "set_epoch"):
             sampler.followers.append(collator)

@@ -16,6 +16,11 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 
+def mixed(seed: int, number: int) -> int:
+    """A seed for each number, an epoch's or a rank's. Unlike sums, those of two seeds do not meet."""
+    return zlib.crc32(f"{seed} {number}".encode())
+
+
 class _BatchSampler(Sampler[list[int]]):
     """Handles the order, the ranks and the first batch. A subclass's `_fill` returns where batches end in an order."""
 
@@ -38,7 +43,7 @@ class _BatchSampler(Sampler[list[int]]):
         self.epoch = epoch
         for follower in self.followers:
             follower.set_epoch(epoch)
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {epoch}".encode()))
+        generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         self._order = torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
         self._ends = self._even(self._fill(self._order))
 

@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from fastbert.graphs.buckets import NAME
 from fastbert.parts import unchanged
-from fastbert.prepared import PreparedLinear
+from fastbert.prepared import PreparedLinear, held_tensors
 
 
 class Recorder(Protocol):
@@ -85,11 +84,6 @@ def _replays(module: nn.Module) -> bool:
     return own or any(unchanged(module, kind) for kind in leaves)
 
 
-def prepared(module: nn.Module) -> tuple[Tensor | None, ...]:
-    """The tensors of a PreparedLinear, which are neither parameters nor buffers; () for other modules."""
-    return (module.weight, module.scale, module.bias) if isinstance(module, PreparedLinear) else ()
-
-
 class ModelSnapshot:
     """What a capture depends on: a model's modules and their modes, and its tensors, whose memory it keeps alive."""
 
@@ -104,8 +98,7 @@ class ModelSnapshot:
         self.then = self._state()
 
     def _entries(self) -> list[Tensor | None]:
-        modules = self.model.modules()
-        return list(chain.from_iterable((*m._parameters.values(), *m._buffers.values(), *prepared(m)) for m in modules))
+        return held_tensors(self.model)
 
     def _state(self) -> tuple[list[Any], list[Any]]:
         tensors = [

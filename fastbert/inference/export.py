@@ -14,9 +14,7 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import tempfile
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 
 from fastbert import backends, testing
 from fastbert.config import BertConfig
-from fastbert.files import replacing
+from fastbert.files import remove_leftovers, replacing
 from fastbert.model import Saveable, class_name
 from fastbert.modes import evaluating
 from fastbert.prepared import holds_prepared
@@ -62,11 +60,12 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
 
     model: BertModel or one with a head, of any family, on a CPU, in a dtype that the format supports. path: is replaced
     only after all checks have passed; an ONNX model above 1.5 GB keeps its weights beside it, in a file with a new name
-    for each export, PATH.XXXXXXXX.data, so that an interrupted export leaves the earlier one as it was. format: "onnx",
-    or "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name: input_ids,
-    attention_mask and, in families with several token types, token_type_ids, each (batch, length), or (batch, choices,
-    length) for multiple choice; batch is at least 1, length at most the model's, which must be 2 or more. Its outputs
-    are those of the model: last_hidden_state, pooler_output, logits, ...; sentence_embedding of BertForSparseEmbedding.
+    for each export, PATH.<8 hex digits>.data, so that an interrupted export leaves the earlier one as it was. format:
+    "onnx", or "torch-export" for `torch.export.load(path).module()`. The file's inputs are int64 tensors by name:
+    input_ids, attention_mask and, in families with several token types, token_type_ids, each (batch, length), or
+    (batch, choices, length) for multiple choice; batch is at least 1, length at most the model's, which must be 2 or
+    more. Its outputs are those of the model: last_hidden_state, pooler_output, logits, ...; sentence_embedding of
+    BertForSparseEmbedding.
 
     The file is read again, and computes the traced batch and four of other shapes, padded left, right and in between.
     The error of every output against float64 may be FACTOR times the model's plus one rounding of the largest value,
@@ -75,7 +74,7 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     """
     path = Path(path)
     _check(model, path, format)
-    _remove_leftovers(path)
+    remove_leftovers(folder for folder in path.parent.glob(f".{glob.escape(path.name)}.*") if folder.is_dir())
     beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
     # The caller's autocast would become part of the file, where inputs have other dtypes than when it was traced.
     with torch.autocast("cpu", enabled=False), evaluating(model), _quiet(), beside as folder:
@@ -92,14 +91,6 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
         if old.name not in weights and _WEIGHTS.fullmatch(old.name.removeprefix(path.name)):
             old.unlink()
     return Exported(path, format, *names, tuple(rows))
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Removes the folders of exports to this path that were killed: those not written to for a day."""
-    for folder in path.parent.glob(f".{glob.escape(path.name)}.*"):
-        with contextlib.suppress(OSError):
-            if folder.is_dir() and time.time() - folder.stat().st_mtime > 86400:
-                shutil.rmtree(folder)
 
 
 def _check(model: Saveable, path: Path, format: str) -> None:
@@ -265,9 +256,9 @@ def _write_onnx(program: torch.export.ExportedProgram, names: Names, file: Path)
     if size < _LARGE:
         onnx.save(file, external_data=False)
     else:
-        importlib.import_module("onnx_ir").save(
-            onnx.model, file, external_data=f"{file.name}.{secrets.token_hex(4)}.data"
-        )
+        import onnx_ir
+
+        onnx_ir.save(onnx.model, file, external_data=f"{file.name}.{secrets.token_hex(4)}.data")
 
 
 def _read_onnx(file: Path, names: Names) -> Run:

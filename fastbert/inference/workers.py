@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, multiprocessing
 
 from fastbert import backends
+from fastbert.prepared import held_tensors
 
 _SECONDS = 600  # in which all workers have to start
 
@@ -110,9 +111,8 @@ def _sent(*arguments: Any) -> bytes:
 
 def _state(encoder: Any) -> tuple[Any, ...]:
     """What workers have of the encoder beside values in shared memory: changes in place reach them on CPUs alone."""
-    parts = [*encoder.model.modules(), *encoder.dense.modules()]
-    held = [value for part in parts for of in (part._parameters, part._buffers, vars(part)) for value in of.values()]
-    tensors = [value for value in held if isinstance(value, Tensor)]  # packed weights are plain attributes
+    held = *held_tensors(encoder.model), *held_tensors(encoder.dense)
+    tensors = [tensor for tensor in held if tensor is not None]
     version = 0 if encoder.device.type == "cpu" else sum(tensor._version for tensor in tensors)
     places = tuple((tensor.data_ptr(), tensor.dtype) for tensor in tensors)
     return places, version, encoder._modes, encoder.normalize

@@ -24,9 +24,9 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Limits:
     """Limits of a service. inputs: texts or pairs in a request. body: bytes. requests: at once, from the arrival of
-    their headers on. batch_tokens, waiting_tokens, stall,
-    workers: those of TokenQueue; batch_tokens None means 16384 if a model is on a GPU, else 4096, which suits a CPU's
-    caches. Each worker computes with `torch.get_num_threads()` threads; divide the cores between the workers.
+    their headers on. batch_tokens, waiting_tokens, stall, workers: those of TokenQueue; batch_tokens None means 16384
+    if a model is on a GPU, else 4096, which suits a CPU's caches. Each worker computes with `torch.get_num_threads()`
+    threads; divide the cores between the workers.
 
     timeout: seconds for a body to arrive, and again for the answer to it. Raises ValueError for numbers that are not
     above 0, or not below 10^9.
@@ -64,9 +64,9 @@ class Service:
     def __init__(
         self,
         models: Sequence[ServedModel],
-        limits: Limits = Limits(),
+        limits: Limits = Limits(),  # noqa: B008
         *,
-        auto_truncate: bool = False,  # noqa: B008
+        auto_truncate: bool = False,
     ) -> None:
         """auto_truncate: cuts texts at the model's length where a request does not say whether to. Raises ValueError
         for no model, for two of the same name, and for several workers if a model is on a GPU."""
@@ -104,7 +104,7 @@ class Service:
             return self.models[name]
         its_own = [model for model in self.models.values() if model.task == task]
         able = [model for model in self.models.values() if task in model.predictors]
-        return next(iter([*its_own, *able, *self.models.values()]))
+        return [*its_own, *able, *self.models.values()][0]
 
     def check(self, name: str, inputs: Sequence[Any]) -> None:
         """Raises Problem for no input, for too many inputs, and for an empty text."""
