@@ -11,7 +11,7 @@ namespace fastbert {
 namespace {
 
 // The inputs in the types that kernels take, and the tensors that own the memory they point to.
-struct Inputs {
+struct EmbeddingInputs {
   Tensor ids[3], tables[3], weight;
   OptionalTensor bias;
   ScalarType y_type;
@@ -19,9 +19,9 @@ struct Inputs {
   DeviceGuard guard;
 
   // bias_ is absent in the backward
-  Inputs(const Tensor& input_ids, const Tensor& position_ids, const OptionalTensor& token_type_ids, const Tensor& word,
-         const Tensor& position, const OptionalTensor& token_type, const Tensor& weight_, const OptionalTensor& bias_,
-         const OptionalTensor& rng, double dropout_p, int64_t site)
+  EmbeddingInputs(const Tensor& input_ids, const Tensor& position_ids, const OptionalTensor& token_type_ids,
+                  const Tensor& word, const Tensor& position, const OptionalTensor& token_type, const Tensor& weight_,
+                  const OptionalTensor& bias_, const OptionalTensor& rng, double dropout_p, int64_t site)
       : guard(word) {
     FB_CHECK_VALUE(token_type.has_value() == token_type_ids.has_value(),
                    "embedding: token_type and token_type_ids go together; expected both or neither");
@@ -65,8 +65,8 @@ std::tuple<Tensor, Tensor, Tensor> embedding_fwd_cuda(const Tensor& input_ids, c
                                                       const Tensor& weight, const Tensor& bias,
                                                       const OptionalTensor& rng, double eps, double dropout_p,
                                                       int64_t site) {
-  const Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng, dropout_p,
-                  site);
+  const EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, bias, rng,
+                           dropout_p, site);
   std::vector<int64_t> shape = input_ids.sizes().vec();
   const Tensor mean = empty(shape, word, ScalarType::Float), rstd = empty(shape, word, ScalarType::Float);
   shape.push_back(in.op.channels);
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor, Tensor> embedding_fwd_cuda(const Tensor& input_ids, c
 }
 
 // The tokens in the order of their ids.
-Tensor order_of(const Inputs& in, int i) {
+Tensor order_of(const EmbeddingInputs& in, int i) {
   const cuda::Ids& ids = in.op.lookups.of[i].ids;
   if (!cuda::lists_instead_of_sorting(in.op.tokens, ids.rows))
     return call("aten::argsort", "stable", view(in.ids[i], {in.op.tokens}), true, int64_t(0), false);
@@ -91,7 +91,7 @@ Tensor order_of(const Inputs& in, int i) {
   return order;
 }
 
-Tensor table_gradient(const Inputs& in, int i, const Tensor& dz, int64_t padding_idx) {
+Tensor table_gradient(const EmbeddingInputs& in, int i, const Tensor& dz, int64_t padding_idx) {
   const Tensor gradient = zeros(in.tables[i].sizes(), dz, type_of(in.tables[i]));
   if (in.op.tokens == 0) return gradient;
   const Tensor order = order_of(in, i);
@@ -110,8 +110,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> embedding_bwd_cuda(
     const Tensor& mean, const Tensor& rstd, const OptionalTensor& rng, double dropout_p, int64_t site,
     int64_t padding_idx, const std::vector<bool>& need) {
   const NoGrad no_grad;
-  const Inputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, rng, dropout_p,
-                  site);
+  const EmbeddingInputs in(input_ids, position_ids, token_type_ids, word, position, token_type, weight, {}, rng,
+                           dropout_p, site);
   const int64_t tokens = in.op.tokens, channels = in.op.channels;
   check_embedding_gradients(dy, input_ids, word, mean, rstd, in.y_type, ScalarType::Float);
   FB_CHECK_VALUE(need.size() == 4 && (token_type || !need[2]), "embedding: need has ", need.size(),
