@@ -65,7 +65,9 @@ def test_tokenizer_json_as_it_stands_without_truncation_and_padding():
         {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
     ],
 )
-@pytest.mark.parametrize("kind", ["BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize(
+    "kind", ["BertTokenizerFast", "PreTrainedTokenizerFast", pytest.param("BertTokenizer", marks=pytest.mark.slow)]
+)
 def test_tokenizer_json_is_normalised_as_its_class_says(tmp_path, cased, config, kind):
     """transformers builds the normaliser of BERT's classes anew, from tokenizer_config.json or from its defaults."""
     tokenizer = tokenizers.Tokenizer.from_file(str(minilm() / "tokenizer.json"))

@@ -178,6 +178,7 @@ def earlier(tmp_path):
     assert (tmp_path / "model.pt2").read_text() == "earlier"
 
 
+@pytest.mark.slow
 def test_a_wrong_file_is_not_kept(earlier, monkeypatch):
     def wrong(file, names):
         program = torch.export.load(file).module()

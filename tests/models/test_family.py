@@ -42,7 +42,15 @@ HEADS = {
     "MaskedLM SequenceClassification TokenClassification QuestionAnswering MultipleChoice",
 )
 MODELS = [(family, kind) for family in CONFIGS for kind in ("Model", *(f"For{head}" for head in HEADS[family].split()))]
-every_model = pytest.mark.parametrize(("family", "kind"), MODELS)
+
+
+def marked(family, kind, *more):
+    """A case; a slow one if the classes and the code are RoBERTa's, but for one kind of head."""
+    twin = family in ("xlm-roberta", "camembert") and kind != "ForMaskedLM"
+    return pytest.param(family, kind, *more, marks=[pytest.mark.slow] * twin)
+
+
+every_model = pytest.mark.parametrize(("family", "kind"), [marked(*model) for model in MODELS])
 
 
 def their(family, kind="Model", **changes):
@@ -133,7 +141,7 @@ FEW = ("ForMultipleChoice", "ForSequenceClassification", "ForNextSentencePredict
 CASES = [(*model, "right") for model in MODELS] + [(family, "ForMaskedLM", "left") for family in CONFIGS]
 
 
-@pytest.mark.parametrize(("family", "kind", "side"), CASES)
+@pytest.mark.parametrize(("family", "kind", "side"), [marked(*case) for case in CASES])
 def test_as_accurate_as_transformers(family, kind, side):
     """Hidden states, logits, loss and all gradients: float32 by the accuracy rule, float64 to 1e-12."""
     theirs = their(family, kind)
@@ -227,7 +235,7 @@ DROPOUTS = {
 } | dict.fromkeys(("roberta", "xlm-roberta", "camembert"), {"hidden_dropout_prob": 0.2, "classifier_dropout": 0.3})
 
 
-@pytest.mark.parametrize(("family", "kind"), [model for model in MODELS if model[1] != "Model"])
+@pytest.mark.parametrize(("family", "kind"), [marked(*model) for model in MODELS if model[1] != "Model"])
 def test_the_head_drops_as_transformers_does(family, kind):
     """With dropout only in the head and no padding, both draw the same masks from torch's generator (in float64)."""
     theirs = their(family, kind, **DROPOUTS[family]).double().train()

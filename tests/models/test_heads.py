@@ -92,7 +92,7 @@ def run(model, inputs, labels):
     return result(out, model, inputs["attention_mask"].flatten(0, -2).bool())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HEADS)
 def test_as_accurate_as_transformers(name, dtype):
     """Logits, loss and gradients. Our loss is float32 or float64; it is rounded to the dtype of transformers' loss."""
@@ -300,6 +300,7 @@ def test_what_the_labels_were_is_saved(tmp_path, problem, classes, labels):
     assert config.problem_type is None and other.config.problem_type is None
 
 
+@pytest.mark.slow
 def test_a_compiled_model_notes_what_the_labels_were():
     model = fastbert.BertForSequenceClassification(CONFIG.changed(num_labels=1, num_hidden_layers=1)).to(DEVICE).eval()
     inputs, _ = example("BertForSequenceClassification")

@@ -38,7 +38,7 @@ def outputs(model, inputs, visible):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])  # test_family's are so
 def test_forward_is_as_accurate_as_pytorch(dtype, side):
     """Errors are at most 3 e, where e is the worse of transformers' eager and SDPA models in the same dtype."""
     models = [hugging_face()]
@@ -222,12 +222,9 @@ def test_encoder_alone_equals_transformers():
         assert result.last_hidden_state is result[0]
 
 
-SLOW = [("packed", False), ("packed", True), ("padded", False)]
-
-
-@pytest.mark.parametrize(
-    "kind, training", [("padded", True), *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("training", [True, False])
 def test_compiles_to_one_graph(kind, training):
     """Forward and backward are those of eager code, and changing lengths cause few compilations."""
     config = BertConfig.from_dict({**TINY.to_dict(), "num_hidden_layers": 1})

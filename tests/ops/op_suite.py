@@ -218,7 +218,7 @@ class OpSuite:
                 operator = primitive.operator(backend.name)
                 torch.library.opcheck(operator, tuple(some), test_utils=("test_schema", "test_faketensor"))
 
-    @pytest.mark.slow_on("reference")  # PyTorch's own functions, traced one by one
+    @pytest.mark.slow_on("triton", "cuda", "reference")  # whose operators have the same schemas and shapes as the CPU's
     def test_compiles_to_one_graph(self, backend):
         backend.require(torch.float32)
         inputs = self.inputs(self.shapes[0].values[0], torch.float32, backend.device)

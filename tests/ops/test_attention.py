@@ -34,7 +34,7 @@ class AttentionSuite(OpSuite):
         pytest.param(((32, 31, 1, 0, 9), 3, 40), id="several-in-a-block"),
         pytest.param(((15, 0, 16, 1, 16, 7), 2, 24), id="more-than-a-tile-of-16-a-sequence-holds"),
         pytest.param(((64, 63, 65), 2, 32), id="around-64", marks=slow_interpreted),
-        pytest.param(((129, 127), 1, 128), id="around-128", marks=slow_interpreted),
+        pytest.param(((129, 127), 1, 128), id="around-128", marks=pytest.mark.slow_on("triton", "cuda")),
         pytest.param(((129, 3), 2, 64), id="a-program-with-two-key-tiles"),
         pytest.param(((40,), 3, 96), id="unusual-head-size"),
     ]
@@ -116,7 +116,7 @@ class AttentionSuite(OpSuite):
         ("kibibytes", "lengths", "heads", "head_dim"),
         [
             pytest.param(227, (300, 20), 6, 32, id="a-block-walks-over-two-tiles-of-rows"),
-            pytest.param(227, (300, 20), 6, 64, id="and-a-block-of-warpgroups"),
+            pytest.param(227, (300, 20), 6, 64, id="and-a-block-of-warpgroups", marks=pytest.mark.slow),
             pytest.param(140, (270,), 1, 64, id="three-tiles-rotate-forward"),
             pytest.param(99, (270,), 1, 64, id="two-tiles-rotate-in-two-blocks"),
             pytest.param(163, (330,), 1, 128, id="three-tiles-rotate-backward"),

@@ -63,6 +63,7 @@ class TestBiasGelu(OpSuite):
         units = 8 + backend.rounds_fma_twice * x**2 / 4
         assert ((y - truth).abs() <= units * 2**-23 * truth.abs()).all()
 
+    @pytest.mark.slow_on("triton")
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=("bfloat16", "float16"))
     def test_every_number_of_16_bits(self, backend, dtype):
         """For 16 bits kernels use shorter polynomials. Beside the rounding of the result, GELU may be off by 2^-12.7

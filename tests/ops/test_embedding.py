@@ -269,8 +269,15 @@ def equal_with_nan(a, b):
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-@pytest.mark.parametrize("halves", [3, 136], ids=["elements", "vectors-in-two-blocks"])
-@pytest.mark.parametrize("rows", [(1100, 9, 9), (9, 17, 17)], ids=["sorted-listed-in-passing", "all-listed"])
+@pytest.mark.parametrize(
+    ("rows", "halves"),
+    [
+        pytest.param((1100, 9, 9), 136, id="sorted-listed-in-passing-vectors-in-two-blocks"),
+        pytest.param((9, 17, 17), 3, id="all-listed-elements"),
+        pytest.param((1100, 9, 9), 3, id="sorted-listed-in-passing-elements", marks=pytest.mark.slow),
+        pytest.param((9, 17, 17), 136, id="all-listed-vectors-in-two-blocks", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
     """With tables of zeros and rows of dy that add up to 0, dz is dy."""

@@ -51,7 +51,7 @@ class Rows(OpSuite):
             pytest.param((5, 1032), id="a-vector-beyond-a-warp-s-row"),
             pytest.param((7, 2050), id="pairs-but-no-vectors", marks=slow_interpreted),
             pytest.param((2, 4096), id="the-longest-that-triton-keeps-whole"),
-            pytest.param((9, 4104), id="triton-s-last-chunk-is-short"),
+            pytest.param((9, 4104), id="triton-s-last-chunk-is-short", marks=slow_interpreted),
             pytest.param((2, 8192), id="the-longest", marks=slow_interpreted),
         ],
     )
@@ -61,6 +61,7 @@ class Rows(OpSuite):
             backend.skip("too long a row")
         self.assert_accurate(backend, self.inputs(size, torch.float32, backend.device), torch.float32)
 
+    @pytest.mark.slow_on("triton")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=("float32", "float16"))
     @pytest.mark.parametrize("columns", [264, pytest.param(1288, marks=pytest.mark.slow_on("triton", "cuda"))])
     def test_unaligned_memory(self, backend, dtype, columns):
@@ -144,7 +145,7 @@ class TestLayerNorm(Rows):
             for gradient, exact in zip(found, right, strict=True):
                 assert (gradient - exact).abs().max() <= 1e-6 * exact.abs().max()
 
-    @pytest.mark.parametrize("size", [1e4, 1e8, *(pytest.param(n, marks=slow_interpreted) for n in (10, 1e2, 1e6))])
+    @pytest.mark.parametrize("size", [1e4, *(pytest.param(n, marks=slow_interpreted) for n in (10, 1e2, 1e6, 1e8))])
     @pytest.mark.parametrize("place", [0, -1])
     def test_one_outlier_in_a_row(self, backend, size, place):
         """BERT's hidden states have such channels. All of dweight's error is in one number, so PyTorch's error is the

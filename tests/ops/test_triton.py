@@ -192,7 +192,7 @@ def test_dropout_agrees_with_the_contract():
 # ---- dense_gelu's tiles
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "shape",
     [

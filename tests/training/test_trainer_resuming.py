@@ -22,7 +22,7 @@ def resumable(batch_size):
 
 
 @pytest.mark.parametrize("loaders", [(lambda: resumable(4), lambda: resumable(3)), (shuffled, lambda: resumable(3))])
-@pytest.mark.parametrize("stop", [2, 3, 5])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
 def test_two_phases_go_on_wherever_they_were_interrupted(tmp_path, loaders, stop):
     def run(name, *ends):
         trainer = trainer_of(tmp_path, name)
