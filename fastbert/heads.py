@@ -210,7 +210,6 @@ class _BertWithHead(Saveable):
         if unknown := records.keys() - {"output_hidden_states", "output_attentions"}:
             raise TypeError(f"{type(self).__name__}: got unexpected keyword arguments: {', '.join(sorted(unknown))}")
         hidden, pooled, states, attentions = self.bert(**packed._asdict(), **records, packing=packing)
-        states = states and tuple(packing.unpack(state) for state in states)
         return Body(type(self).__name__, hidden, pooled, packing, (states, attentions))
 
     @classmethod

@@ -529,7 +529,7 @@ class BertEncoder(_Loadable):
 
         max_seqlen: the longest sequence; computed when None (one host synchronisation). rng: the dropout key of this
         forward, drawn from torch's generator when None. Padding rows of the output are zeros. packing: replaces
-        cu_seqlens for packed hidden states, from code that has checked it; the output stays packed.
+        cu_seqlens for packed hidden states, from code that has checked it; last_hidden_state then stays packed.
         Raises ValueError, TypeError.
         """
         handed_down = packing is not None
@@ -542,15 +542,16 @@ class BertEncoder(_Loadable):
         rng = random.new_key(hidden_states.device) if rng is None and self._drops(readable) else rng
         given = layer.distances_of(self, packing)
         watched = output_hidden_states or output_attentions or self.conv is not None or given is not None
-        whole = None if watched else self._at_once(readable, hidden_states, packing, rng)
-        states, attentions = [whole], []
-        if whole is None:
+        hidden = None if watched else self._at_once(readable, hidden_states, packing, rng)
+        states, attentions = [], []
+        if hidden is None:
             self._kept.part()
             options = (output_hidden_states, output_attentions, given)
-            states, attentions = self._one_by_one(hidden_states, packing, rng, *options)
-        states = states if handed_down else [packing.unpack(state) for state in states]
+            hidden, states, attentions = self._one_by_one(hidden_states, packing, rng, *options)
+        if not handed_down:
+            hidden = states[-1] if states else packing.unpack(hidden)
         return BertEncoderOutput(
-            states[-1],
+            hidden,
             tuple(states) if output_hidden_states else None,
             tuple(attentions) if output_attentions else None,
         )
@@ -578,17 +579,26 @@ class BertEncoder(_Loadable):
         output_hidden_states: bool,
         output_attentions: bool,
         given: Distances | None,
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The hidden states of all layers or only of the last one, and for each layer its attention weights or None."""
-        states, attentions, embedded = [hidden], [], hidden
+    ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
+        """The last hidden state, packed; all of them in the caller's form, or none; for each layer its attention weights
+        or None."""
+        states, attentions = [], []
+
+        def record(hidden: Tensor) -> Tensor:
+            if output_hidden_states:
+                state, hidden = packing.beside(hidden)
+                states.append(state)
+            return hidden
+
+        embedded = hidden = record(hidden)
         for turn, each in enumerate(self._in_turn(self.layer)):
             run = self._recomputed(each, turn)
             hidden, weights = run(hidden, packing, rng, turn, output_attentions, given)
             if turn == 0 and self.conv is not None:
                 hidden = self.conv(embedded, hidden, packing, rng)
-            states = [*states, hidden] if output_hidden_states else [hidden]
+            hidden = record(hidden)
             attentions.append(weights)
-        return states, attentions
+        return hidden, states, attentions
 
     def _recomputed(self, module: nn.Module, turn: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """The layer; with gradient checkpointing wrapped, if its turn is one of those that are computed again."""
@@ -668,7 +678,7 @@ class BertModel(Saveable):
         pad_token_id. In DeBERTa-v2 and MPNet, no padding may lie between a row's tokens. max_seqlen: the longest
         sequence; computed when None (one host synchronisation). Padding rows of the output are zeros, and the pooler
         reads the first visible token of each sequence (zeros where there is none). packing: the one that `pack`
-        returned together with the other arguments; the hidden states then stay packed.
+        returned together with the other arguments; last_hidden_state then stays packed.
         Raises ValueError, TypeError, and IndexError for an id out of range.
         """
         inputs = (input_ids, token_type_ids, position_ids, inputs_embeds)
@@ -689,10 +699,13 @@ class BertModel(Saveable):
             packing=packing,
             rng=rng,
         )
+        last = hidden
+        if states and not handed_down:
+            last = states[-1]
+        elif not handed_down:
+            last, hidden = packing.beside(hidden) if self.pooler else (packing.unpack(hidden), hidden)
         pooled = self.pooler(packing.first(hidden)) if self.pooler else None
-        if not handed_down:
-            hidden, states = packing.unpack(hidden), states and tuple(packing.unpack(state) for state in states)
-        return BertModelOutput(hidden, pooled, states, attentions)
+        return BertModelOutput(last, pooled, states, attentions)
 
     def pack(
         self,

@@ -75,6 +75,14 @@ class Packing(NamedTuple):
         x = x if self.real is None else torch.where(_like(self.real, x), x, 0)
         return unpack_unchecked(x, self.indices, self.batch, self.seqlen)
 
+    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(T, ...) -> the caller's form, and the same (T, ...) computed from it if gradients are recorded.
+
+        For a tensor that the caller gets and that the model goes on with: its gradient is then found in both.
+        """
+        state = self.unpack(x)
+        return state, self.pack(state) if x.requires_grad and torch.is_grad_enabled() else x
+
     def unpack_weights(self, weights: Tensor) -> Tensor:
         """Attention weights (batch, H, max_seqlen, max_seqlen) over visible tokens -> (batch, H, seqlen, seqlen)."""
         if self.indices is None:

@@ -105,16 +105,20 @@ def outputs(out, visible):
 
 
 def run(model, inputs, labels):
-    """Outputs, and gradients of all parameters under transformers' names, zeros where there is none."""
+    """Outputs; gradients of hidden states, and of all parameters under transformers' names, zeros where there is none."""
     model.zero_grad()
     visible = inputs["attention_mask"].flatten(0, -2).bool()
-    found = outputs(model(**inputs, **labels, output_hidden_states=True), visible)
+    out = model(**inputs, **labels, output_hidden_states=True)
+    for state in out.hidden_states:
+        state.retain_grad()
+    found = outputs(out, visible)
     ends = [found[name].sin().sum() for name in ("last_hidden_state", "pooler_output") if name in found]
     torch.autograd.backward([found["loss"]] if labels else ends)
     parameters = model.named_parameters(remove_duplicate=False)
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in parameters}
     if isinstance(model, fastbert.model.Saveable):
         gradients = model.to_hugging_face(gradients)
+    gradients |= {f"state {i}": state.grad[visible] for i, state in enumerate(out.hidden_states)}
     return Result({name: t.detach() for name, t in found.items()}, gradients)
 
 
