@@ -25,7 +25,7 @@ from fastbert.heads import (
     BertForSequenceClassification,
     BertForTokenClassification,
 )
-from fastbert.model import BertModel, Saveable
+from fastbert.model import BertModel, Saveable, require_class
 
 # ---- by architecture
 
@@ -90,7 +90,8 @@ class _Auto:
 
     @classmethod
     def from_config(cls, config: BertConfig) -> Saveable:
-        """A new model. Raises ValueError as from_pretrained does."""
+        """A new model. Raises ValueError as from_pretrained does, and TypeError for another library's configuration."""
+        require_class(cls.__name__, "config", config, BertConfig)
         return cls._class(config)(config)
 
     @classmethod

@@ -30,13 +30,13 @@ DTYPES = ("dtype", "torch_dtype")  # in a config.json, where they follow from th
 
 @dataclass(init=False)
 class BertConfig:
-    """A model's configuration, with the fields of `transformers.BertConfig` as keyword arguments.
+    """A model's configuration, with the fields of `transformers.BertConfig` that a model reads as keyword arguments.
 
     model_type: "bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "deberta-v2" (v3 too)
     or "mpnet". The other fields have the defaults of transformers' configuration of that type; those below are BERT's.
     embedding_size: channels of the embedding tables in families that project them (ALBERT, ELECTRA, DeBERTa-v2); None
     means hidden_size. Fields have BERT's names in every family; `from_dict` and `to_dict` translate them from and to
-    the family's names.
+    the family's names. id2label and label2id name the classes, as in transformers, and give num_labels.
 
     Other fields of a config.json are kept in `extra`, and `to_dict` writes them back. Fields of a single family
     (ALBERT's num_hidden_groups, DistilBERT's qa_dropout, ...) are kept there too, and are also keyword arguments. A
@@ -72,7 +72,9 @@ class BertConfig:
         _require("model_type", model_type, f"one of {', '.join(BY_MODEL_TYPE)}", lambda v: v in list(BY_MODEL_TYPE))
         self.model_type = model_type
         self.extra = {**self.family.own, **deepcopy(extra or {})}
-        self.extra |= {name: fields.pop(name) for name in self.family.own if name in fields}
+        self.extra |= {name: fields.pop(name) for name in (*self.family.own, *LABEL_NAMES) if name in fields}
+        if self.extra.get("id2label") and "num_labels" not in fields:
+            fields["num_labels"] = len(self.extra["id2label"])
         for name, default in _defaults().items():
             setattr(self, name, fields.pop(name, self.family.defaults.get(name, default)))
         if fields:
@@ -105,6 +107,9 @@ class BertConfig:
         _require("id2label", self.extra.get("id2label"), names, lambda v: not v or _are_label_names(v, self.num_labels))
         known = (None, *PROBLEM_TYPES)
         self._require("problem_type", f"one of {known}", lambda v: v in known)
+        if self.num_labels == 1:
+            expected = "another for num_labels 1: of a single class there is nothing to learn"
+            self._require("problem_type", expected, lambda v: v != "single_label_classification")
         self._check_ids()
         if self.hidden_size % self.num_attention_heads:
             heads, hidden = (self.family.config_names.get(n, n) for n in ("num_attention_heads", "hidden_size"))
@@ -229,6 +234,17 @@ class BertConfig:
         return self.head_dropout if name == "classifier_dropout" else self._value(name)
 
     @property
+    def id2label(self) -> dict[int, str]:
+        """The names of the classes: LABEL_0, LABEL_1, ... where none are given."""
+        names = {int(number): name for number, name in (self.extra.get("id2label") or {}).items()}
+        return {number: names.get(number, f"LABEL_{number}") for number in range(self.num_labels)}
+
+    @property
+    def label2id(self) -> dict[str, int]:
+        """The numbers of the classes by their names."""
+        return {name: number for number, name in self.id2label.items()}
+
+    @property
     def gelu(self) -> str:
         """The GELU form of `hidden_act`, as the ops' `approximate`."""
         return GELU_FORMS[self.hidden_act]
@@ -237,11 +253,13 @@ class BertConfig:
     def preset(cls, name: str) -> "BertConfig":
         """The configuration of a published model: "bert-base-uncased" or, with its size, "bert-base-uncased (110M)".
 
-        Names are those of the Hugging Face Hub; the owner before the slash may be omitted. Raises ValueError for an
+        Names are those of the Hugging Face Hub; the owner before the slash may be omitted (and given, where the hub
+        has an older name without: "google-bert/bert-base-uncased"). Raises ValueError for an
         unknown name, and lists the known ones.
         """
         for known, (size, fields) in PRESETS.items():
-            if name.removesuffix(f" ({size})") in (known, known.rpartition("/")[2]):
+            given = name.removesuffix(f" ({size})")
+            if given in (known, known.rpartition("/")[2]) or ("/" not in known and given in _with_owners(known)):
                 return cls(**fields)
         names = ", ".join(f"{known} ({size})" for known, (size, _) in PRESETS.items())
         raise ValueError(f"unknown model {name!r}; known, with or without the number: {names}")
@@ -256,8 +274,6 @@ class BertConfig:
         model_type = values.get("model_type") or _model_type_of(values.get("architectures") or ())
         if family := BY_MODEL_TYPE.get(str(model_type)):  # __init__ refuses others
             values = _in_our_names(values, family)
-        if values.get("id2label") and "num_labels" not in values:
-            values = {**values, "num_labels": len(values["id2label"])}
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "model_type"}
         return cls(
             model_type=model_type,
@@ -325,6 +341,11 @@ class BertConfig:
 def create_model_config(name: str) -> BertConfig:
     """`BertConfig.preset(name)`."""
     return BertConfig.preset(name)
+
+
+def _with_owners(name: str) -> list[str]:
+    """The names under which the hub has a model that once had no owner there."""
+    return [f"{owner}/{name}" for owner in ("google-bert", "FacebookAI", "distilbert", "albert", "almanach")]
 
 
 def _defaults() -> dict[str, Any]:

@@ -27,7 +27,17 @@ from typing_extensions import Self, Unpack
 from fastbert import checkpoint, layer, ops
 from fastbert.config import BertConfig
 from fastbert.families import Head
-from fastbert.model import BertModel, ModelInputs, ModelOptions, Saveable, exportable, initialize, output_item
+from fastbert.model import (
+    BertModel,
+    ModelInputs,
+    ModelOptions,
+    Saveable,
+    exportable,
+    has_item,
+    initialize,
+    output_item,
+    require_class,
+)
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, find_labelled_rows
 from fastbert.ops.numbers import wide
@@ -53,6 +63,7 @@ class BertHeadOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
     __getitem__ = output_item
+    __contains__ = has_item
 
 
 @exportable
@@ -66,6 +77,7 @@ class BertForPreTrainingOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
     __getitem__ = output_item
+    __contains__ = has_item
 
 
 @exportable
@@ -79,6 +91,7 @@ class BertForQuestionAnsweringOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
     __getitem__ = output_item
+    __contains__ = has_item
 
 
 # ---- what heads share
@@ -172,7 +185,9 @@ class _BertWithHead(Saveable):
         return checkpoint.to_ours_with_head(state, self._names, predicts=predicts)
 
     def _check_head(self, config: BertConfig) -> None:
-        family, op = config.family, type(self).__name__
+        op = type(self).__name__
+        require_class(op, "config", config, BertConfig)
+        family = config.family
         if self.kind not in family.heads:
             known = ", ".join(f"Bert{kind}" for kind in family.heads)
             raise ValueError(f"{op}: {family.name} has no such head; expected one of {known}")
@@ -337,13 +352,14 @@ class _MaskedLM(_BertWithHead):
         queued.
         """
         packed, packing = self._pack(inputs, cu_seqlens, max_seqlen, packing)
-        words, op = self.bert.embeddings.word_embeddings.weight, type(self).__name__
+        op, device = type(self).__name__, packing.cu_seqlens.device
         if labelled_rows is not None and (labels is None or packing.seqlen is not None):
             raise ValueError(f"{op}: labelled_rows goes with packed labels, (T,) with cu_seqlens")
         if labels is not None:
-            labels = _token_labels(op, packing, labels, words.device, self.config.vocab_size)
+            labels = _token_labels(op, packing, labels, device, self.config.vocab_size)
             labelled_rows = find_labelled_rows(labels) if labelled_rows is None else labelled_rows
         body, head = self._run(packed, packing, **records), self.cls.predictions
+        words = self.bert.embeddings.word_embeddings.weight  # torch's pruning makes it in the forward
         loss = None if labels is None else head.loss(body.hidden, words, labels, labelled_rows)
         if skip_logits is None:
             skip_logits = self.training and labels is not None
@@ -717,6 +733,8 @@ class BertForReplacedTokenDetection(_Classifier):
     def _loss(logits: Tensor, labels: Tensor) -> Tensor:
         scores, labelled = wide(logits), labels != IGNORED
         target, weight = (t.to(scores.dtype) for t in (labels.masked_fill(~labelled, 0), labelled))
+        if not checks.values_visible(labels):  # else they are known to be 0 and 1
+            target = target.masked_fill((target != 0) & (target != 1), torch.nan)
         total = F.binary_cross_entropy_with_logits(scores, target, weight, reduction="sum")
         return total / labelled.sum().clamp(min=1)
 

@@ -88,7 +88,10 @@ def _classes(caller: str, predictions: Any, labels: Any, num_classes: int | None
 
 
 def _integers(caller: str, name: str, given: Any) -> np.ndarray:
-    array = given.detach().cpu().numpy() if isinstance(given, Tensor) else np.asarray(given)
+    if isinstance(given, Tensor):
+        given = given.detach().cpu()
+        given = (given.double() if given.is_floating_point() else given).numpy()  # numpy has no bfloat16
+    array = np.asarray(given)
     if array.size and not (np.issubdtype(array.dtype, np.integer) or array.dtype == bool):
         raise TypeError(f"{caller}: {name} is of {array.dtype}; expected integers, one class each")
     return array.astype(np.int64)
@@ -111,9 +114,10 @@ def evaluate_classification_metrics(
 ) -> dict[str, Any]:
     """loss, accuracy, precision, recall, f1 and confusion_matrix of a sequence or token classifier.
 
-    loader: packed or padded batches with labels; -100 and padding are ignored. The prediction is the class with the
-    highest logit, and the loss is the mean as if all batches were one. Raises ValueError for a batch without labels and
-    for logits with another number of classes, and what compute_precision_recall_f1 raises.
+    loader: packed or padded batches with labels; -100 and padding are ignored (the loss of a transformers model that is
+    not accelerated counts classes at padding). The prediction is the class with the highest logit, and the loss is the
+    mean as if all batches were one. Raises ValueError for a batch without labels and for logits with another number of
+    classes, and what compute_precision_recall_f1 raises.
     """
     total, count, predictions, labels = 0.0, 0.0, [], []
     with evaluating(model):
@@ -182,6 +186,9 @@ def compute_entity_metrics(
     for name, sentences in (("predictions", predictions), ("labels", labels)):
         if text := next((tags for tags in sentences if isinstance(tags, str)), None):
             raise TypeError(f"compute_entity_metrics: {name} has {text!r} for a sentence; expected a list of tags")
+        number = next((found for tags in sentences for found in tags if not isinstance(found, str)), None)
+        if number is not None:
+            raise TypeError(f"compute_entity_metrics: {name} has {number!r}; expected the names of tags")
         wrong = next((found for tags in sentences for found in tags if not tag.fullmatch(found)), None)
         if wrong is not None:
             raise ValueError(f"compute_entity_metrics: {name} has the tag {wrong!r}; expected {tag.pattern}")

@@ -49,6 +49,13 @@ def output_item(fields: tuple, at: int | slice | str) -> Any:
     return tuple(field for field in part if field is not None) if isinstance(at, slice) else part
 
 
+def has_item(fields: tuple, sought: Any) -> bool:
+    """Whether an output has a field of that name other than None, as `in` says of transformers' outputs."""
+    if isinstance(sought, str):
+        return sought in fields._fields and getattr(fields, sought) is not None
+    return tuple.__contains__(fields, sought)
+
+
 def exportable(output: type[T]) -> type[T]:
     """Gives an output's class a name in files: without one, torch.export.save and AOTInductor refuse it."""
     if (register := getattr(_pytree, "_register_namedtuple", None)) is not None:  # private to PyTorch
@@ -70,6 +77,7 @@ class BertEncoderOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
     __getitem__ = output_item
+    __contains__ = has_item
 
 
 @exportable
@@ -82,6 +90,7 @@ class BertModelOutput(NamedTuple):
     attentions: tuple[Tensor, ...] | None = None
 
     __getitem__ = output_item
+    __contains__ = has_item
 
 
 class ModelInputs(NamedTuple):
@@ -465,6 +474,7 @@ class BertEncoder(_Loadable):
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
+        require_class("BertEncoder", "config", config, BertConfig)
         self.config = config
         layers, groups = config.num_hidden_layers, config.layer_groups
         self.layer = nn.ModuleList(BertLayer(config) for _ in range(groups or layers))
@@ -580,7 +590,7 @@ class BertEncoder(_Loadable):
         output_attentions: bool,
         given: Distances | None,
     ) -> tuple[Tensor, list[Tensor], list[Tensor | None]]:
-        """The last hidden state, packed; all of them in the caller's form, or none; for each layer its attention weights
+        """The last hidden state, packed; all of them in the caller's form, or none; and each layer's attention weights
         or None."""
         states, attentions = [], []
 
@@ -760,7 +770,7 @@ class BertModel(Saveable):
         input_ids, token_type_ids, position_ids, inputs_embeds = inputs
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("BertModel: expected exactly one of input_ids and inputs_embeds")
-        for name, given in (("input_ids", input_ids), ("inputs_embeds", inputs_embeds)):
+        for name, given in inputs._asdict().items():
             if given is not None and not isinstance(given, Tensor):
                 raise TypeError(f"BertModel: {name} is a {type(given).__name__}; expected a tensor")
         shape = input_ids.shape if inputs_embeds is None else inputs_embeds.shape[:-1]

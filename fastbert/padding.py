@@ -281,9 +281,13 @@ def visible_keys(mask: Tensor, batch: int, seqlen: int, device: torch.device) ->
         checks.same_device("attention_mask", {"attention_mask": mask, "the input": torch.empty(0, device=device)})
     if mask.dim() == 2:
         checks.shape("attention_mask", "attention_mask", mask, (batch, seqlen), "(B, S)")
-        additive = mask.is_floating_point() and not torch.compiler.is_compiling()
-        # Values of -1e4 and below belong to a 4-D mask, and infinity to no mask.
-        return mask != 0, ((mask > -1e4) & (mask < torch.inf)).all() if additive else None
+        if not mask.is_floating_point():
+            return mask != 0, None
+        only_keys = ((mask > -1e4) & (mask < torch.inf)).all()  # other values belong to a 4-D mask, or to none
+        if checks.without_values(mask):
+            torch._assert_async(only_keys, "attention_mask: an additive mask in two dimensions is not supported")
+            only_keys = None
+        return mask != 0, only_keys
     wide = mask.unsqueeze(1) if mask.dim() == 3 else mask
     if (
         wide.dim() != 4

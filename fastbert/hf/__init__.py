@@ -10,13 +10,14 @@ from fastbert import families
 from fastbert.families import FAMILIES, Family, follow
 from fastbert.hf import attention, forwards
 from fastbert.hf.forwards import Acceleration, Replacement, Report
-from fastbert.model import BertEncoder, BertModel
+from fastbert.model import BertEncoder, BertModel, require_ours
 
 OLDEST = (5, 0)  # transformers
 
 
 def state_dict(model: BertModel | BertEncoder) -> dict[str, Tensor]:
-    """The parameters of one of our modules under Hugging Face's names, bit for bit."""
+    """The parameters of one of our modules under Hugging Face's names, bit for bit. Raises TypeError for another."""
+    require_ours("state_dict", model)
     return model.to_hugging_face(model.state_dict())
 
 

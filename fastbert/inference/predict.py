@@ -349,8 +349,7 @@ def _texts_or_pairs(texts: Sequence[str | tuple[str, str]]) -> list[str | tuple[
 
 def label_names(config: BertConfig) -> list[str]:
     """Label names in order of their numbers; LABEL_0, ... if the configuration names none."""
-    names = {int(number): name for number, name in (config.extra.get("id2label") or {}).items()}
-    return [names.get(number, f"LABEL_{number}") for number in range(config.num_labels)]
+    return list(config.id2label.values())
 
 
 # ---- words

@@ -145,8 +145,8 @@ def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None
         raise ValueError(f"{op}: cu_seqlens is {ends}; expected it to start at 0 and never to fall")
     if ends[-1] != tokens:
         raise ValueError(f"{op}: cu_seqlens ends at {ends[-1]}; expected the number of tokens, {tokens}")
-    if max(lengths, default=0) > max_seqlen:
-        raise ValueError(f"{op}: max_seqlen is {max_seqlen}; expected at least the longest sequence, {max(lengths)}")
+    if (longest := max(lengths, default=0)) > max_seqlen:
+        raise ValueError(f"{op}: max_seqlen is {max_seqlen}; expected at least the longest sequence, {longest}")
 
 
 def dense(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, name: str = "x") -> None:

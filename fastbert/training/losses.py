@@ -36,7 +36,10 @@ def label_counts(model: nn.Module, batch: Batch) -> Tensor:
     if hasattr(unwrapped(model), "label_counts"):
         return unwrapped(model).label_counts(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
-    counts = [_labelled(batch[name], batch) for name in ("labels", *_OF_PAIRS) if name in batch]
+    counts = [_labelled(batch[name], batch) for name in _OF_PAIRS if name in batch]
+    if "labels" in batch:
+        labels = batch["labels"]
+        counts.insert(0, torch.tensor(labels.numel()) if _every_number_counts(model) else _labelled(labels, batch))
     if "start_positions" in batch and "end_positions" in batch:
         counts.append(sum(_answerable(batch[name], batch) for name in ("start_positions", "end_positions")) / 2)
     if not counts:
@@ -45,6 +48,14 @@ def label_counts(model: nn.Module, batch: Batch) -> Tensor:
             f"the batch has {given}; expected labels, {' or '.join(_OF_PAIRS)}, or start_positions and end_positions"
         )
     return torch.stack(counts).double()
+
+
+def _every_number_counts(model: nn.Module) -> bool:
+    """Whether labels, integers too, are the targets of a regression or of one yes or no for each class."""
+    model = unwrapped(model)
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    of_sequences = type(model).__name__.endswith("ForSequenceClassification")  # peft's, ours and transformers'
+    return of_sequences and problem in ("regression", "multi_label_classification")
 
 
 def _labelled(labels: Tensor, batch: Batch) -> Tensor:

@@ -59,6 +59,11 @@ def test_presets_have_the_published_size(name, millions, vocabulary):
     assert BertConfig.preset(f"{name} ({millions}M)") == config
 
 
+def test_presets_have_the_hub_s_newer_names_too():
+    names = ("google-bert/bert-base-cased", "FacebookAI/roberta-base", "albert/albert-base-v2")
+    assert [BertConfig.preset(name) for name in names] == [BertConfig.preset(name.split("/")[1]) for name in names]
+
+
 @pytest.mark.parametrize("name", ["bert-base", "bert-base-uncased (340M)", "", "BERT-base-uncased"])
 def test_unknown_presets_list_the_known_ones(name):
     with pytest.raises(ValueError, match=r"unknown model .*; known, .*bert-base-uncased \(110M\), .*bert-tiny"):
@@ -164,9 +169,34 @@ def test_label_names_give_the_number_of_labels():
         BertConfig().changed(id2label=names, num_labels=2)
 
 
-def test_another_library_s_configuration_is_named():
+def test_label_names_are_read_as_in_transformers():
+    names = {0: "neg", 1: "neu", 2: "pos"}
+    config = BertConfig(id2label=names, label2id={name: number for number, name in names.items()})
+    theirs = transformers.BertConfig(**config.to_dict())
+    assert config.num_labels == 3 and (config.id2label, config.label2id) == (theirs.id2label, theirs.label2id)
+    assert BertConfig(num_labels=3).id2label == transformers.BertConfig(num_labels=3).id2label
+    with pytest.raises(ValueError, match="id2label is .* by numbers below num_labels"):
+        BertConfig(id2label=names, num_labels=2)
+
+
+def test_one_class_alone_is_no_classification():
+    """The loss would always be 0; transformers refuses it too."""
+    with pytest.raises(ValueError, match="problem_type is 'single_label_classification'; expected another for num_lab"):
+        BertConfig(num_labels=1, problem_type="single_label_classification")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [fastbert.BertModel, fastbert.BertEncoder, fastbert.BertForMaskedLM, fastbert.AutoModelForMaskedLM.from_config],
+)
+def test_another_library_s_configuration_is_named(make):
     with pytest.raises(TypeError, match=r"config is a transformers\.BertConfig; expected a fastbert\.BertConfig"):
-        fastbert.BertModel(transformers.BertConfig())
+        make(transformers.BertConfig())
+
+
+def test_another_library_s_model_is_named():
+    with pytest.raises(TypeError, match="state_dict: model is a transformers.BertModel; expected a model of fastbert"):
+        fastbert.hf.state_dict(transformers.BertModel(transformers.BertConfig(**SMALL.to_dict())))
 
 
 # ---- what config.json leaves out, or says in a form of its own

@@ -103,7 +103,8 @@ def test_outputs_by_position_name_and_key(kind):
     ids = torch.ones(1, 2, 3, dtype=torch.long) if kind.kind == "ForMultipleChoice" else torch.ones(2, 3).long()
     output = model(ids, output_hidden_states=True)
     for index, name in enumerate(output._fields):
-        assert output[name] is output[index] is getattr(output, name)
+        assert output[name] is output[index] is getattr(output, name) and (name in output) == (output[name] is not None)
+    assert "nonsense" not in output
     assert all(field is not None for field in output[:])
     with pytest.raises(KeyError, match="has no 'nonsense'; expected one of"):
         output["nonsense"]

@@ -105,7 +105,7 @@ def outputs(out, visible):
 
 
 def run(model, inputs, labels):
-    """Outputs; gradients of hidden states, and of all parameters under transformers' names, zeros where there is none."""
+    """Outputs; gradients of hidden states, and of parameters under transformers' names, zeros where there is none."""
     model.zero_grad()
     visible = inputs["attention_mask"].flatten(0, -2).bool()
     out = model(**inputs, **labels, output_hidden_states=True)

@@ -19,6 +19,7 @@ from small_models import (
     packed,
     randomised,
 )
+from torch.nn.utils import prune
 
 import fastbert
 from fastbert import heads, testing
@@ -245,6 +246,20 @@ def test_frozen_parameters_cost_no_gradient(monkeypatch):
     assert torch.equal(model.cls.predictions.bias.grad, bias)
 
 
+def test_word_embeddings_that_a_hook_makes_are_those_of_the_head():
+    """torch's pruning makes the weight anew before each call of the embeddings."""
+    model, (inputs, labels) = our(their("BertForMaskedLM")).eval(), example("BertForMaskedLM")
+    embeddings = model.bert.embeddings.word_embeddings
+    prune.l1_unstructured(embeddings, "weight", amount=0.5)
+    model(**inputs)
+    with torch.no_grad():
+        embeddings.weight_orig.mul_(3)
+    first = model(**inputs).logits
+    assert torch.equal(first, model(**inputs).logits)
+    for _ in range(2):
+        model(**inputs, **labels).loss.backward()
+
+
 def test_pre_training_adds_up_the_losses_whose_labels_are_given():
     model, (inputs, labels) = our(their("BertForPreTraining").double()), example("BertForPreTraining")
     both, *each = (model(**inputs, **given).loss for given in (labels, *({k: v} for k, v in labels.items())))
@@ -309,6 +324,17 @@ def test_a_compiled_model_notes_what_the_labels_were():
         losses = [call(**inputs, labels=torch.ones(4, device=DEVICE)).loss for call in (compiled, compiled, model)]
     assert model.config.problem_type == "regression" and (losses[0] - losses[2]).abs() <= 1e-6
     assert torch.equal(losses[0], losses[1])
+
+
+def test_without_reading_its_labels_the_loss_of_replaced_tokens_is_nan_beyond_0_and_1(monkeypatch):
+    """In compiled code and on GPUs; elsewhere they are checked first."""
+    loss = fastbert.BertForReplacedTokenDetection._loss
+    monkeypatch.setattr(heads.checks, "values_visible", lambda labels: False)
+    logits = torch.randn(4, requires_grad=True)
+    labels = torch.tensor([0, 1, -100, 1])
+    assert loss(logits, labels) == F.binary_cross_entropy_with_logits(logits[[0, 1, 3]], labels[[0, 1, 3]].float())
+    (gradient,) = torch.autograd.grad(loss(logits, torch.tensor([0, 7, -100, 1])), logits)
+    assert gradient.isnan().tolist() == [False, True, False, False]
 
 
 def test_integers_as_regression_targets():

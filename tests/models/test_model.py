@@ -341,7 +341,7 @@ def test_shapes_and_memory_can_be_asked_for_without_values(place):
     with FakeTensorMode() if place == "fake" else torch.device("meta"):
         model = BertForMaskedLM(TINY.changed(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
         ids = torch.ones(2, 8, dtype=torch.long)
-        out = model(ids, torch.ones(2, 8, dtype=torch.long), labels=ids)
+        out = model(ids, torch.ones(2, 8), labels=ids)
         out.loss.backward()
     assert out.loss.shape == () and model.bert.embeddings.word_embeddings.weight.grad.shape[1] == TINY.hidden_size
 
@@ -518,6 +518,7 @@ ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
         ({}, ValueError, "exactly one of input_ids and inputs_embeds"),
         ({"input_ids": IDS, "inputs_embeds": torch.ones(2, 5, 48)}, ValueError, "exactly one of"),
         ({"input_ids": [[1, 2]]}, TypeError, "input_ids is a list; expected a tensor"),
+        ({"input_ids": IDS, "token_type_ids": [[1, 2]]}, TypeError, "token_type_ids is a list; expected a tensor"),
         ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS.to("meta")}, ValueError, "cu_seqlens on meta"),
         ({"input_ids": IDS[0]}, ValueError, r"input_ids has shape \(5,\); expected \(B, S\)"),
         ({"input_ids": IDS, "cu_seqlens": ENDS}, ValueError, r"input_ids has shape \(2, 5\); expected \(T,\)"),

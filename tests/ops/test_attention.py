@@ -563,6 +563,7 @@ QKV = torch.zeros(8, 3, 2, 4)
         (QKV, ends((5, 2)), 5, ValueError, "ends at 7; expected the number of tokens, 8"),
         (QKV, ends((5, 4)), 5, ValueError, "ends at 9"),
         (QKV, ends((5, 3)), 4, ValueError, "max_seqlen is 4; expected at least the longest sequence, 5"),
+        (QKV[:0], ends(()), -1, ValueError, "max_seqlen is -1; expected at least the longest sequence, 0"),
         (QKV, ends((5, 3)), torch.tensor(5), TypeError, "max_seqlen is a Tensor; expected an int"),
         (QKV[:, :2], ends((5, 3)), 5, ValueError, r"qkv has shape \(8, 2, 2, 4\); expected \(T, 3, H, D\)"),
         (QKV.long(), ends((5, 3)), 5, TypeError, "qkv is torch.int64"),

@@ -87,6 +87,13 @@ def test_other_masks_are_refused(mask, error, words):
         padding.plan(mask, 3, 4, torch.device("cpu"))
 
 
+def test_an_additive_mask_in_two_dimensions_is_refused_in_compiled_code():
+    cu_seqlens = torch.compile(lambda mask: padding.plan(mask, 2, 4, mask.device).cu_seqlens, backend="aot_eager")
+    assert cu_seqlens(RIGHT[1:].float()).tolist() == [0, *RIGHT[1:].sum(1).cumsum(0)]
+    with pytest.raises(RuntimeError, match="an additive mask in two dimensions is not supported"):
+        cu_seqlens((1 - RIGHT[1:].float()) * -1e4)
+
+
 def test_head_masks_that_agree_are_padding_masks():
     mask = RIGHT.bool()[:, None, None, :].expand(3, 12, 4, 4)
     assert padding.plan(mask, 3, 4, torch.device("cpu")).cu_seqlens.tolist() == [0, 3, 4, 8]

@@ -59,6 +59,7 @@ def test_a_label_of_minus_100_is_left_out_whatever_was_predicted():
         ([0, 3], [0, 1], ValueError, "predictions has 3; expected classes from 0 to 2"),
         ([0, 1], [0, -1], ValueError, "labels has -1; expected classes from 0 to 2"),
         ([[0.2, 0.8]], [1], TypeError, "predictions is of float64; expected integers"),
+        (torch.ones(1, dtype=torch.bfloat16), [1], TypeError, "predictions is of float64; expected integers"),
     ],
 )
 def test_what_makes_no_sense_is_refused(predictions, labels, error, message):
@@ -203,9 +204,11 @@ def test_tags_that_make_no_sense_are_refused(found, truth, scheme, message):
         metrics.compute_entity_metrics(found, truth, scheme)
 
 
-def test_a_text_is_no_list_of_tags():
+def test_a_text_is_no_list_of_tags_and_a_number_no_tag():
     with pytest.raises(TypeError, match="predictions has 'O' for a sentence; expected a list of tags"):
         metrics.compute_entity_metrics(["O"], [["O"]])
+    with pytest.raises(TypeError, match="labels has 0; expected the names of tags"):
+        metrics.compute_entity_metrics([["O"]], [[0]])
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])

@@ -204,6 +204,18 @@ def test_a_classification_loss_is_that_of_its_logits():
     assert compute_classification_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
+def test_integers_of_every_class_of_a_text_are_counted(problem):
+    """They have the shape of the mask where texts have as many tokens as there are classes, and a -100 is a number."""
+    model = BertForSequenceClassification(EXACT.changed(num_labels=4, problem_type=problem)).double()
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
+    short = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": mask}
+    short["labels"] = torch.tensor([[1, 0, 1, 1], [0, 1, -100, 0]])
+    long = {"input_ids": torch.ones(1, 5, dtype=torch.long), "labels": torch.tensor([[1, 1, 0, 0]])}
+    losses = [model(**batch).loss.item() for batch in (short, long)]
+    assert compute_loader_loss(model, [short, long], "cpu") == pytest.approx((2 * losses[0] + losses[1]) / 3, rel=1e-12)
+
+
 def test_labels_are_counted():
     """Counted by hand: -100, padding, and answers beyond the text or at padding do not count; all float labels do."""
     model = nn.Module()
