@@ -520,8 +520,12 @@ def _run_as_forced(run: Callable, forced: Forced, *args: Any, **kwargs: Any) -> 
 def forced_apart(whole: str, *ops: str) -> bool:
     """Whether one of these ops is forced to another backend than `whole`, the op that contains them. Then `whole`
     cannot replace them."""
-    forced = _latest if torch.compiler.is_compiling() else _here.get()
+    forced = _forced_now()
     return bool(forced) and any(forced.get(op) not in (None, forced.get(whole)) for op in ops)
+
+
+def _forced_now() -> Forced:
+    return _latest if torch.compiler.is_compiling() else _here.get()
 
 
 def _set_block(block: list[Forced], is_open: bool) -> None:
@@ -569,7 +573,7 @@ def choose(
     size: the row length, for attention the head size. head_size: for a whole layer, its attention's. drops: whether the
     call has dropout. Raises RuntimeError if a forced backend cannot run it.
     """
-    forced = (_latest if torch.compiler.is_compiling() else _here.get()).get(op)
+    forced = _forced_now().get(op)
     return _choose(forced, op, device_type, dtype, backward, _unfit(op, size, head_size), drops)
 
 
@@ -586,12 +590,9 @@ def _is_unfit(name: str, unfit: tuple[str, ...]) -> bool:
     return name in unfit or (name + _ON_TURING in unfit and _has_turing())
 
 
-def find(
-    op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0, head_size: int = 0
-) -> str | None:
+def find(op: str, device_type: str, dtype: torch.dtype, *, backward: bool, size: int = 0) -> str | None:
     """`choose` for an op that can be replaced by smaller ones: None where no backend but `reference` can run it."""
-    forced = (_latest if torch.compiler.is_compiling() else _here.get()).get(op)
-    return _find(forced, op, device_type, dtype, backward, _unfit(op, size, head_size))
+    return _find(_forced_now().get(op), op, device_type, dtype, backward, _unfit(op, size, 0))
 
 
 def _find(

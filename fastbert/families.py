@@ -175,8 +175,10 @@ class Family:
 
     def projected(self, base: nn.Module) -> nn.Module | None:
         """The Linear between embeddings and layers, or None (ELECTRA has it only if their widths differ)."""
+        if not self.projection:
+            return None
         module: Any = base
-        for name in self.projection.split(".") if self.projection else ("",):
+        for name in self.projection.split("."):
             module = getattr(module, name, None)
         return module
 

@@ -653,11 +653,8 @@ def embed(
         word, padding_idx = inputs_embeds, None
         input_ids = torch.arange(inputs_embeds.shape[0], device=inputs_embeds.device)
     if positions is None:  # DeBERTa-v3 has no such table: one row of zeros serves all
-        position_ids, position, position_padding_idx = (
-            torch.zeros_like(position_ids),
-            word.new_zeros(1, word.shape[1]),
-            0,
-        )
+        position_ids, position_padding_idx = torch.zeros_like(position_ids), 0
+        position = word.new_zeros(1, word.shape[1])
     else:
         position, position_padding_idx = positions.weight, positions.padding_idx
     return ops.embedding(

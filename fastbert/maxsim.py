@@ -36,7 +36,7 @@ def maxsim(
     lengths, longest = _lengths(rows), max(_lengths(columns), default=0)
     with torch.autocast(queries.device.type, enabled=False):
         found = []
-        for first, last in _blocks(lengths, max(block // max(longest, 1), 1), padded=False):
+        for first, last in runs(lengths, max(block // max(longest, 1), 1), padded=False):
             part = queries[rows[first] : rows[last]]
             found.append(_of_block(part, lengths[first:last], documents, columns, block))
         return torch.cat(found) if found else queries.new_zeros(0, len(columns) - 1)
@@ -45,7 +45,7 @@ def maxsim(
 def _of_block(queries: Tensor, lengths: list[int], documents: Tensor, ends: list[int], block: int) -> Tensor:
     """Scores (queries, documents): all queries at once, documents block by block."""
     scores = []
-    for first, last in _blocks(_lengths(ends), max(block // max(len(queries), 1), 1)):
+    for first, last in runs(_lengths(ends), max(block // max(len(queries), 1), 1)):
         grid, real = _padded(documents[ends[first] : ends[last]], _lengths(ends[first : last + 1]))
         largest = _largest(grid, real, queries)  # (documents, tokens of the queries)
         scores.append(torch.stack([part.sum(-1) for part in largest.split(lengths, -1)]))
@@ -72,7 +72,7 @@ def maxsim_pairs(
     width = max(_lengths(rows), default=0)
     with torch.autocast(queries.device.type, enabled=False):
         scores = [queries.new_zeros(0)]
-        for first, last in _blocks(_lengths(columns), max(block // max(width, 1), 1)):
+        for first, last in runs(_lengths(columns), max(block // max(width, 1), 1)):
             grid, real = _padded(documents[columns[first] : columns[last]], _lengths(columns[first : last + 1]))
             own, _ = _padded(queries[rows[first] : rows[last]], _lengths(rows[first : last + 1]))  # zeros add nothing
             scores.append(_largest(grid, real, own).sum(-1).masked_fill(~real.any(-1), EMPTY))
@@ -94,7 +94,7 @@ def _padded(x: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     return grid, places < torch.tensor(lengths, device=x.device).unsqueeze(-1)
 
 
-def _blocks(lengths: list[int], budget: int, padded: bool = True) -> Iterator[tuple[int, int]]:
+def runs(lengths: list[int], budget: int, padded: bool = True) -> Iterator[tuple[int, int]]:
     """Splits sequences into runs of at most `budget` tokens, or of one longer sequence; yields each run's first index
     and the index after its last.
 

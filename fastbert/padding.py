@@ -17,6 +17,7 @@ from fastbert.ops.padding import (
     cu_seqlens_of,
     is_in_runs,
     pack_unchecked,
+    sequence_of,
     unpack_unchecked,
     visible_first,
 )
@@ -117,14 +118,14 @@ class Packing(NamedTuple):
         """The tokens' places, (T,) int64, in one row with at least `margin` free places before and after each sequence;
         and the row's length."""
         token = torch.arange(self.tokens, device=self.cu_seqlens.device)
-        sequence = torch.searchsorted(self.cu_seqlens[1:].contiguous(), token.int(), right=True)
+        sequence = sequence_of(token.int(), self.cu_seqlens)
         return token + margin * (sequence + 1), self.tokens + margin * (self.batch + 2)
 
     def grid(self) -> "Packing":
         """The same sequences in a padded grid: the caller's, or for packed input a grid padded on the right."""
         if self.seqlen is not None:
             return self
-        sequence, position = _places(self.cu_seqlens, self.tokens)
+        sequence, position = _sequence_and_position(self.cu_seqlens, self.tokens)
         return self._replace(seqlen=self.max_seqlen, indices=sequence * self.max_seqlen + position)
 
 
@@ -152,15 +153,13 @@ def _is_empty(x: Tensor) -> bool:
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """(T,) int64: the position of each packed token in its sequence."""
-    return _places(cu_seqlens, tokens)[1]
+    return _sequence_and_position(cu_seqlens, tokens)[1]
 
 
-def _places(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+def _sequence_and_position(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """The sequence of each packed token, (T,) int64, and its position there, (T,) int64."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True).clamp(
-        max=max(cu_seqlens.shape[0] - 2, 0)
-    )
+    sequence = sequence_of(token, cu_seqlens).clamp(max=max(cu_seqlens.shape[0] - 2, 0))
     return sequence, (token - cu_seqlens[sequence]).long()
 
 

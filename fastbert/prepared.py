@@ -332,7 +332,7 @@ def linears(model: nn.Module) -> Iterator[str]:
             family = FAMILIES[key]
             for each in dict.fromkeys(family.layers_in_order(module)):
                 yield from (f"{names[each]}.{part}" for part in family.layer.dense_in(each))
-            if family.projection and family.projected(module) is not None:
+            if family.projected(module) is not None:
                 yield f"{prefix}{family.projection}"
 
 

@@ -365,11 +365,11 @@ def _word_counts(texts: Iterable[str], lowercase: bool) -> dict[str, int]:
     return json.loads(counter.__getstate__())["WordPieceTrainer"]["bpe_trainer"]["words"]
 
 
-def _repeated(words: dict[str, int], most: int = 10_000) -> Iterator[str]:
-    """Yields texts in which each word occurs as often as it was counted."""
+def _repeated(words: dict[str, int]) -> Iterator[str]:
+    """Yields texts of at most 10,000 words, in which each word occurs as often as it was counted."""
     for word, count in words.items():
-        for start in range(0, count, most):
-            yield f"{word} " * min(most, count - start)
+        for start in range(0, count, 10_000):
+            yield f"{word} " * min(10_000, count - start)
 
 
 def _trained_byte_level_bpe(

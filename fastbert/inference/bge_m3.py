@@ -3,6 +3,7 @@
 Chen et al., "M3-Embedding", 2024, section 3.2. The files' format and how scores are added up follow FlagEmbedding.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +14,13 @@ from torch import Tensor, nn
 
 from fastbert import hub
 from fastbert.checkpoint import read_pickled
-from fastbert.data.collator import PackingCollator
-from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import check_ids, copy_of, get_tokenizer, save_tokenizer, special_token_id, strings
 from fastbert.files import replacing
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector import late_scores
 from fastbert.inference.rerank import pairs_of
-from fastbert.inference.texts import batches
+from fastbert.inference.texts import batches, packed, token_ids
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
 from fastbert.ops.numbers import wide
@@ -112,10 +111,7 @@ class M3Encoder:
         files is missing, and ValueError if it holds anything but one linear layer.
         """
         directory = hub.directory_of(source)
-
-        def read(dtype: torch.dtype | str | None) -> BertModel:
-            return BertModel.from_pretrained(directory, add_pooling_layer=False, dtype=dtype)
-
+        read = functools.partial(BertModel.from_pretrained, directory, add_pooling_layer=False)
         layers = {name: _linear(directory / file) for name, file in FILES.items()}
         given = sentence_files.max_length_of(directory, directory) if max_length is None else max_length
         model = load(read, dtype, device, precision)
@@ -156,8 +152,7 @@ class M3Encoder:
         wanted = dict(zip(KINDS, (dense, sparse, multi_vector), strict=True))
         if not any(wanted.values()):
             raise ValueError(f"M3Encoder: no kind of embeddings is asked for; expected some of {', '.join(KINDS)}")
-        found = cut_encodings(self.tokenizer, strings("M3Encoder", "texts", texts), self.max_length)
-        ids = [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
+        ids = token_ids(self.tokenizer, strings("M3Encoder", "texts", texts), self.max_length)
         made: dict[str, list[Tensor]] = {kind: [torch.empty(0)] * len(ids) for kind in KINDS}
         for batch in batches([len(i) for i in ids], tokens_per_batch):
             for kind, rows in self._embed([ids[i] for i in batch], wanted).items():
@@ -174,9 +169,8 @@ class M3Encoder:
     @torch.inference_mode()
     def _embed(self, ids: list[list[int]], wanted: dict[str, bool]) -> dict[str, list[Tensor]]:
         """The embeddings of tokenized texts by kind, in one forward; sparse ones as two rows, ids and weights."""
-        packed = PackingCollator()([{"input_ids": text} for text in ids])
-        input_ids, ends = (packed[name].to(self.model.device) for name in ("input_ids", "cu_seqlens"))
-        hidden = self.model(input_ids, cu_seqlens=ends, max_seqlen=packed["max_seqlen"]).last_hidden_state
+        input_ids, ends, longest = packed(ids, self.model.device)
+        hidden = self.model(input_ids, cu_seqlens=ends, max_seqlen=longest).last_hidden_state
         hidden, lengths, made = wide(hidden), [len(text) for text in ids], {}
         if wanted["dense"]:
             made["dense"] = list(F.normalize(pool(hidden, ends, "cls"), dim=-1))

@@ -351,5 +351,7 @@ def _collect(run: Run, batches: list[Batch], of_tokens: set[str]) -> _Collected:
             values[name].append((output[visible] if name in of_tokens else output).flatten())
             if name in of_tokens:
                 padding[name].append(output[~visible].flatten())
-    joined = ({name: torch.cat(parts) for name, parts in found.items()} for found in (values, padding))
-    return _Collected(Result(next(joined), {}), next(joined))
+    visible_values, padding_values = (
+        {name: torch.cat(parts) for name, parts in found.items()} for found in (values, padding)
+    )
+    return _Collected(Result(visible_values, {}), padding_values)

@@ -1,5 +1,6 @@
 """Multi-vector encoders (ColBERT, late interaction): one vector per token, computed on packed tokens."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,16 +9,14 @@ import torch
 from torch import Tensor
 
 from fastbert import hub
-from fastbert.data.collator import PackingCollator
 from fastbert.data.contrastive import ContrastiveDataset
-from fastbert.data.encode import COLUMNS, cut_encodings
 from fastbert.data.tokenizer import check_ids, copy_of, save_tokenizer, special_token_id, strings
 from fastbert.inference import multi_vector_files, sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector_files import FORMATS, SIMILARITIES, TASKS, QueryExpansion, Recipe
 from fastbert.inference.rerank import ranked
 from fastbert.inference.sentence_files import Dense
-from fastbert.inference.texts import batches
+from fastbert.inference.texts import batches, packed, require_prompt, token_ids
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
 from fastbert.ops.padding import cu_seqlens_of
@@ -77,7 +76,7 @@ class MultiVectorEncoder:
         most = min(query_length or config.max_sequence_length, config.max_sequence_length)
         if expansion is not None and not special < expansion.length <= most:
             raise ValueError(f"the expansion's length is {expansion.length}; expected {special + 1} to {most}")
-        _check_widths(config.hidden_size, dense)
+        sentence_files.width_after(config.hidden_size, dense)
         self.vectors = TokenVectors(
             model,
             dense,
@@ -116,10 +115,7 @@ class MultiVectorEncoder:
         another kind of model, and for modules and settings that are not supported.
         """
         recipe = multi_vector_files.read(hub.directory_of(source))
-
-        def read(dtype: torch.dtype | str | None) -> BertModel:
-            return BertModel.from_pretrained(recipe.folder, add_pooling_layer=False, dtype=dtype)
-
+        read = functools.partial(BertModel.from_pretrained, recipe.folder, add_pooling_layer=False)
         options, tokenizer = recipe._asdict(), sentence_files.read_tokenizer(recipe.folder)
         _add_markers(tokenizer, options.pop("markers"))
         options.pop("folder")
@@ -191,13 +187,11 @@ class MultiVectorEncoder:
     ) -> list[list[int]]:
         """The token ids of each text with prompt and special tokens, but without the expansion, cut at the task's
         length with a warning. task: "query" or "document". Raises as `encode_query` does."""
-        if prompt is None and prompt_name is not None and prompt_name not in self.prompts:
-            names = ", ".join(map(repr, self.prompts)) or "none"
-            raise ValueError(f"there is no prompt {prompt_name!r}; this encoder has {names}")
+        if prompt is None and prompt_name is not None:
+            require_prompt(prompt_name, self.prompts)
         prompt = self.prompts.get(prompt_name or task, "") if prompt is None else prompt
         texts = [prompt + text for text in strings("MultiVectorEncoder", "texts", texts)]
-        found = cut_encodings(self.tokenizer, texts, self.length_of(task))
-        return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
+        return token_ids(self.tokenizer, texts, self.length_of(task))
 
     def length_of(self, task: str) -> int:
         """The length in tokens at which texts of a task, "query" or "document", are cut."""
@@ -211,9 +205,7 @@ class MultiVectorEncoder:
     @torch.inference_mode()
     def embed(self, ids: list[list[int]], task: str) -> list[Tensor]:
         """The vectors of tokenized texts, in one forward."""
-        packed = PackingCollator()([{"input_ids": text} for text in ids])
-        input_ids, cu_seqlens = (packed[name].to(self.device) for name in ("input_ids", "cu_seqlens"))
-        vectors, ends = self.vectors(input_ids, cu_seqlens, packed["max_seqlen"], query=task == "query")
+        vectors, ends = self.vectors(*packed(ids, self.device), query=task == "query")
         return [part.clone() for part in vectors.split(ends.diff().tolist())]
 
     def dataset(self, columns: Mapping[str, Iterable[str]], **options: Any) -> ContrastiveDataset:
@@ -286,13 +278,6 @@ def late_scores(
         return scores
     counts = packed[1].diff().clamp(min=1).to(scores)
     return scores / counts.view(-1, *[1] * (scores.dim() - 1))
-
-
-def _check_widths(width: int, dense: Sequence[Dense]) -> None:
-    for i, each in enumerate(dense):
-        if each.linear.in_features != width:
-            raise ValueError(f"dense[{i}] takes {each.linear.in_features} numbers; expected {width}")
-        width = each.linear.out_features
 
 
 def _require_markers(tokenizer: Any, prompts: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ Each class takes a trained checkpoint and refuses one that lacks its head, as ne
 lists the differences from `transformers`' pipelines for these tasks.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -175,7 +176,7 @@ class Predictor:
         RuntimeError as the model's from_pretrained.
         """
         directory = hub.directory_of(source)
-        model = load(lambda dtype: trained_model(directory, cls.classes, dtype=dtype), dtype, device, precision)
+        model = load(functools.partial(trained_model, directory, cls.classes), dtype, device, precision)
         given = {name: value for name, value in arguments.items() if value is not None}
         made = cls(model, cls._tokenizer(directory), **cls._options(directory, model.config) | given)
         if not takes_token_types(directory):

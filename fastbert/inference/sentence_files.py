@@ -1,7 +1,7 @@
 """Directories of sentence-transformers: reads and writes the modules that follow the model, and the prompts."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -387,3 +387,12 @@ def activation_path(activation: nn.Module) -> str:
 
 def write_json(folder: Path, content: Any, name: str = "config.json") -> None:
     write_text(folder / name, json.dumps(content, indent=2) + "\n")
+
+
+def width_after(width: int, dense: Iterable["Dense"]) -> int:
+    """How many numbers these layers make of `width` numbers. Raises ValueError for a layer that takes another width."""
+    for i, each in enumerate(dense):
+        if each.linear.in_features != width:
+            raise ValueError(f"dense[{i}] takes {each.linear.in_features} numbers; expected {width}")
+        width = each.linear.out_features
+    return width

@@ -1,5 +1,6 @@
 """Sentence embeddings on packed tokens."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from fastbert.data.tokenizer import save_tokenizer
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import Dense, Recipe
-from fastbert.inference.texts import TextEncoder, batches, check_length
+from fastbert.inference.texts import TextEncoder, batches, check_length, packed
 from fastbert.inference.vectors import check_vectors, similarity
 from fastbert.inference.workers import EncoderWorkers
 from fastbert.model import BertModel, class_name
@@ -64,13 +65,8 @@ class SentenceEncoder(TextEncoder):
 
     @property
     def width(self) -> int:
-        """How many numbers an embedding has. Raises ValueError if a dense layer's input size does not fit."""
-        width = len(self._modes) * self.model.config.hidden_size
-        for i, dense in enumerate(self.dense):
-            if dense.linear.in_features != width:
-                raise ValueError(f"dense[{i}] takes {dense.linear.in_features} numbers; expected {width}")
-            width = dense.linear.out_features
-        return width
+        """How many numbers an embedding has."""
+        return sentence_files.width_after(len(self._modes) * self.model.config.hidden_size, self.dense)
 
     @classmethod
     def from_pretrained(
@@ -96,10 +92,7 @@ class SentenceEncoder(TextEncoder):
         float32 or a device that it is not for.
         """
         recipe = sentence_files.read(hub.directory_of(source))
-
-        def read(dtype: torch.dtype | str | None) -> BertModel:
-            return BertModel.from_pretrained(recipe.folder, add_pooling_layer=False, dtype=dtype)
-
+        read = functools.partial(BertModel.from_pretrained, recipe.folder, add_pooling_layer=False)
         model = load(read, dtype, device, precision)
         check_length("SentenceEncoder", max_length, model)
         given = {"max_length": max_length, "pooling": pooling, "normalize": normalize, "prompts": prompts}
@@ -200,7 +193,7 @@ class SentenceEncoder(TextEncoder):
     def embed(self, ids: list[list[int]], skip: int = 0, normalize: bool | None = None) -> Tensor:
         """(len(ids), C) float32 embeddings of tokenized texts, in one forward. skip: how many tokens at the beginning
         of each the pooling leaves out. normalize: overrides the encoder's setting unless None."""
-        input_ids, cu_seqlens, longest = self._packed(ids)
+        input_ids, cu_seqlens, longest = packed(ids, self.device)
         hidden = self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest).last_hidden_state.float()
         vectors = self.dense(torch.cat([pool(hidden, cu_seqlens, mode, skip) for mode in self._modes], -1))
         return F.normalize(vectors, dim=-1) if (self.normalize if normalize is None else normalize) else vectors

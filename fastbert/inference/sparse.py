@@ -15,7 +15,7 @@ from fastbert.heads import BertForSparseEmbedding
 from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import SparseRecipe
-from fastbert.inference.texts import TextEncoder, batches, check_length
+from fastbert.inference.texts import TextEncoder, batches, check_length, packed
 from fastbert.inference.vectors import check_vectors
 
 ROWS = 256  # how many sparse vectors are made dense at a time
@@ -81,7 +81,7 @@ class SparseEncoder(TextEncoder):
         options = sentence_files.read_sparse(hub.directory_of(source))._asdict()
         folder, activation = options.pop("folder"), options.pop("activation")
 
-        def read(dtype: torch.dtype | str | None) -> BertForSparseEmbedding:
+        def read(*, dtype: torch.dtype | str | None) -> BertForSparseEmbedding:
             model = trained_model(folder, (BertForSparseEmbedding,), dtype=dtype)
             model.activation = activation
             return model
@@ -146,7 +146,7 @@ class SparseEncoder(TextEncoder):
     @torch.inference_mode()
     def embed(self, ids: list[list[int]]) -> Tensor:
         """(len(ids), V) dense embeddings of tokenized texts, in one forward, with all weights."""
-        input_ids, cu_seqlens, longest = self._packed(ids)
+        input_ids, cu_seqlens, longest = packed(ids, self.device)
         return self.model(input_ids, cu_seqlens=cu_seqlens, max_seqlen=longest)
 
     def decode(self, vectors: Tensor, top_k: int | None = None) -> list[list[tuple[str, float]]]:

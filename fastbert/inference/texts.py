@@ -46,9 +46,7 @@ class TextEncoder:
         truncation: False raises ValueError for a longer text. Raises TypeError for anything but a list of strings,
         ValueError for half a surrogate pair.
         """
-        texts = strings(type(self).__name__, "texts", texts)
-        found = cut_encodings(self.tokenizer, texts, self.max_length, truncation)
-        return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
+        return token_ids(self.tokenizer, strings(type(self).__name__, "texts", texts), self.max_length, truncation)
 
     def encode(self, texts: list[str], *, prompt: str | None = None, prompt_name: str | None = None) -> Tensor:
         """The vectors of texts, (len(texts), C); each encoder has further options."""
@@ -77,21 +75,16 @@ class TextEncoder:
         if prompt is not None:
             return prompt
         name = self.default_prompt_name if name is None else name
-        if name is not None and name not in self.prompts:
-            names = ", ".join(map(repr, self.prompts)) or "none"
-            raise ValueError(f"there is no prompt {name!r}; this encoder has {names}")
-        return "" if name is None else self.prompts[name]
+        if name is None:
+            return ""
+        require_prompt(name, self.prompts)
+        return self.prompts[name]
 
     def _prompted(self, texts: list[str], prompt: str) -> list[list[int]]:
         """The token ids of each text with the prompt before it."""
         if prompt:
             texts = [prompt + text for text in strings(type(self).__name__, "texts", texts)]
         return self.tokenize(texts)
-
-    def _packed(self, ids: list[list[int]]) -> tuple[Tensor, Tensor, int]:
-        """input_ids, cu_seqlens and max_seqlen of tokenized texts."""
-        packed = PackingCollator()([{"input_ids": text} for text in ids])
-        return packed["input_ids"].to(self.device), packed["cu_seqlens"].to(self.device), packed["max_seqlen"]
 
     @property
     def device(self) -> torch.device:
@@ -119,3 +112,21 @@ def check_length(owner: str, max_length: int | None, model: Saveable) -> None:
     longest = model.config.max_sequence_length
     if max_length is not None and max_length > longest:
         raise ValueError(f"{owner}: max_length is {max_length}; expected at most the model's, {longest}")
+
+
+def token_ids(tokenizer: Any, texts: list[str], max_length: int, truncation: bool = True) -> list[list[int]]:
+    """The token ids of each text with special tokens, cut at max_length as `cut_encodings` does."""
+    found = cut_encodings(tokenizer, texts, max_length, truncation)
+    return [COLUMNS["input_ids"](encoding)[left].tolist() for encoding, left in found]
+
+
+def packed(ids: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """input_ids, cu_seqlens and max_seqlen of tokenized texts."""
+    batch = PackingCollator()([{"input_ids": text} for text in ids])
+    return batch["input_ids"].to(device), batch["cu_seqlens"].to(device), batch["max_seqlen"]
+
+
+def require_prompt(name: str, prompts: Mapping[str, str]) -> None:
+    """Raises ValueError unless there is a prompt of that name."""
+    if name not in prompts:
+        raise ValueError(f"there is no prompt {name!r}; this encoder has {', '.join(map(repr, prompts)) or 'none'}")

@@ -11,6 +11,7 @@ from fastbert.ops import checks
 from fastbert.ops.linear import linear
 from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
+from fastbert.ops.padding import sequence_of
 
 # ---- plain PyTorch: packed tokens are copied to a padded (B, H, S, D) grid, and results are gathered from it
 
@@ -25,7 +26,7 @@ def _grid(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Ten
 def locate(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each token, its sequence, its position in it, and whether the grid has a cell for it."""
     token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    sequence = sequence_of(token, cu_seqlens)
     inside = token < cu_seqlens[-1]
     sequence = torch.where(inside, sequence, 0)
     position = token - cu_seqlens[sequence]

@@ -130,15 +130,13 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, 
     return _apply(hidden, weight, bias, labels, ignore_index)
 
 
-def cross_entropy_of_rows(
-    hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, *, ignore_index: int = -100
-) -> Tensor:
-    """`cross_entropy` that computes all rows; those without a label have no weight in the loss.
+def cross_entropy_of_rows(hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor) -> Tensor:
+    """`cross_entropy` that computes all rows; those with the label -100 have no weight in the loss.
 
     For callers that have gathered the labelled rows already: it never synchronises with the host.
     """
-    _check(hidden, weight, bias, labels, ignore_index)
-    return _apply(hidden, weight, bias, labels, ignore_index)
+    _check(hidden, weight, bias, labels, -100)
+    return _apply(hidden, weight, bias, labels, -100)
 
 
 def find_labelled_rows(labels: Tensor, ignore_index: int = -100) -> Tensor | None:

@@ -10,6 +10,7 @@ from fastbert import backends
 from fastbert.ops import checks
 from fastbert.ops.numbers import narrow, wide
 from fastbert.ops.op import Primitive, autocast_dtype, first_derivative_only, needs_grad
+from fastbert.ops.padding import sequence_of
 
 CHUNK = 4096  # plain PyTorch computes the logits of this many classes at a time
 
@@ -32,18 +33,13 @@ def _chunks(classes: int) -> Iterator[slice]:
 
 
 def _forward(x, weight, bias, cu_seqlens, need_rows):
-    sequences, parts = _sequences(cu_seqlens, x.shape[0]), []
+    token = torch.arange(x.shape[0], device=cu_seqlens.device, dtype=torch.int32)
+    sequences, parts = sequence_of(token, cu_seqlens), []
     for chunk in _chunks(weight.shape[0]):
         logits = F.linear(wide(x), wide(weight[chunk]), None if bias is None else wide(bias[chunk]))
         parts.append(_first_maxima(logits, sequences, cu_seqlens.shape[0] - 1))
     y, rows = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     return narrow(y, x.dtype), rows.int() if need_rows else rows.new_empty(0, dtype=torch.int32)
-
-
-def _sequences(cu_seqlens, tokens):
-    """(T,) int64: the sequence of each token; B for tokens outside every sequence."""
-    token = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
-    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
 
 
 def _first_maxima(logits, sequences, count):

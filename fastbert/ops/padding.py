@@ -61,6 +61,11 @@ def is_in_runs(visible: Tensor) -> Tensor:
     return ~(~visible & (before > 0) & (before < visible.sum(1, keepdim=True))).any()
 
 
+def sequence_of(token: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The sequence of each packed token, int64, from its number, int32; B for tokens outside every sequence."""
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+
+
 def visible_first(visible: Tensor) -> Tensor:
     """(B * S,) int64: all indices b * S + s, first those of visible tokens, then those of padding, each in order."""
     return (~visible.flatten()).to(torch.uint8).argsort(stable=True)

@@ -1,6 +1,6 @@
 """Training of sentence encoders on pairs and tuples of texts, with negatives from all processes and large batches."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
+from fastbert.maxsim import runs
 from fastbert.ops.checks import sequences
 from fastbert.pooling import check_mode, pool
 from fastbert.training.contrastive_losses import WHOLE
@@ -133,7 +134,7 @@ class GradCache:
         tokens, on_host = len(input_ids), cu_seqlens.cpu()
         sequences("GradCache", on_host, tokens if max_seqlen is None else max_seqlen, tokens)
         ends = on_host.tolist()
-        chunks = list(_chunks(ends, self.max_tokens))
+        chunks = list(runs([end - begin for begin, end in pairwise(ends)], self.max_tokens, padded=False))
         if len(chunks) < 2 or not torch.is_grad_enabled():
             return torch.cat([self.embed(*self._part(input_ids, cu_seqlens, ends, *chunk)) for chunk in chunks])
         parts = (self._part(input_ids, cu_seqlens, ends, *chunk) for chunk in chunks)
@@ -144,16 +145,6 @@ class GradCache:
         start = ends[first]
         longest = max(end - begin for begin, end in pairwise(ends[first : last + 1]))
         return ids[start : ends[last]], cu_seqlens[first : last + 1] - start, longest
-
-
-def _chunks(ends: list[int], budget: int) -> Iterator[tuple[int, int]]:
-    """Yields the first text, and the one after the last, of each chunk: at most `budget` tokens, or a single text."""
-    first = 0
-    for text in range(1, len(ends) - 1):
-        if ends[text + 1] - ends[first] > budget:
-            yield first, text
-            first = text
-    yield first, len(ends) - 1
 
 
 # ---- several processes
