@@ -427,18 +427,6 @@ def test_loaders_that_make_no_sense_are_refused(more, words):
         create_mlm_dataloader(PASSAGES, WORDPIECE, **more)
 
 
-def test_transformers_trainer_takes_data_set_and_collator(tmp_path):
-    pytest.importorskip("accelerate")
-    settings = {"per_device_train_batch_size": 8, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
-    arguments = transformers.TrainingArguments(str(tmp_path), disable_tqdm=True, logging_steps=1, **settings)
-    model = fastbert.BertForMaskedLM(TINY.changed(vocab_size=30522, num_hidden_layers=1))
-    dataset = MLMDataset(PASSAGES, WORDPIECE, max_length=32)
-    trainer = transformers.Trainer(model, arguments, PackingCollator(WORDPIECE, mlm_probability=0.2), dataset)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 3 and all(map(np.isfinite, losses))
-
-
 def test_accelerate_tells_the_epoch_of_shared_batches(corpus, accelerate):
     """With several processes it wraps the batch sampler; the order and the masks follow the epoch nevertheless."""
     prepare = accelerate.data_loader.prepare_data_loader

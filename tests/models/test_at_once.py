@@ -250,9 +250,9 @@ def test_layers_that_are_computed_again(kind, monkeypatch):
     assert times == calls() - before == count(model)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_that_another_thread_recomputes_runs_on_the_forced_backend(reentrant):
-    model = model_of("own").train()
+@pytest.mark.parametrize(("kind", "reentrant"), [("own", False), ("own", True), ("accelerated", False)])
+def test_a_layer_that_another_thread_recomputes_runs_on_the_forced_backend(kind, reentrant):
+    model = model_of(kind).train()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with fastbert.backend("reference"):
         hidden, _ = run(model, grad=True)

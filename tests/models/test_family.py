@@ -448,6 +448,7 @@ ALBERT_LAYER = "encoder.albert_layer_groups.0.albert_layers"
         ("roberta", "encoder.layer.1.attention.self.key.bias", "encoder.layer.7.output.dense.bias"),
         ("electra", "embeddings_project.weight", "encoder.something.bias"),
         ("albert", f"{ALBERT_LAYER}.0.ffn_output.bias", f"{ALBERT_LAYER}.1.ffn.bias"),
+        ("bert", "encoder.layer.1.output.dense.bias", "encoder.layer.9.x"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_the_family_s_words(family, missing, extra, tmp_path):

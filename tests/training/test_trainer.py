@@ -990,12 +990,13 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     again.train(shuffled(), max_steps=4)
 
 
-def test_the_newest_checkpoints_are_kept(tmp_path):
-    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20, save_total_limit=3)
+@pytest.mark.parametrize(("limit", "kept"), [(3, [8, 10, 11]), (None, [2, 4, 6, 8, 10, 11])])
+def test_the_newest_checkpoints_are_kept(tmp_path, limit, kept):
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20, save_total_limit=limit)
     (tmp_path / "checkpoint-best.pt").touch()  # not the trainer's
     assert not trainer.resume()
     trainer.train(shuffled(), max_steps=11, save_steps=2)
-    assert [int(path.stem[-8:]) for path in trainer.checkpoints()] == [8, 10, 11]
+    assert [int(path.stem[-8:]) for path in trainer.checkpoints()] == kept
     other = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20)
     assert other.resume() and other.step == 11 and other.optimizer.state
     with pytest.raises(FileExistsError, match="checkpoint-00000011.pt, and this run is at step 0; call resume"):

@@ -235,12 +235,6 @@ def test_options_of_train_that_cannot_be_followed_are_refused(tmp_path):
         AMPTrainer(trainer.model, other, output_dir=tmp_path)
 
 
-def test_every_checkpoint_may_be_kept(tmp_path):
-    trainer = trainer_of(tmp_path, save_total_limit=None)
-    trainer.train(shuffled(), 4, save_steps=1)
-    assert len(trainer.checkpoints()) == 4
-
-
 def test_another_kind_of_optimizer_or_loader_is_refused(tmp_path):
     trainer_of(tmp_path).train(shuffled(), 1)
     trainer = trainer_of(tmp_path)
