@@ -236,12 +236,15 @@ class Checkpoint:
     def has_pooler(self) -> bool:
         return any("pooler." in name for name in self.tensors)
 
-    def make(self, build: Callable[[BertConfig], nn.Module], dtype: torch.dtype | str | None) -> nn.Module:
+    def make(
+        self, build: Callable[[BertConfig], nn.Module], dtype: torch.dtype | str | None, **selecting: Any
+    ) -> nn.Module:
         """The model with these tensors, in evaluation mode. Names and shapes are checked before weights are allocated.
 
-        build: makes a model from the configuration; the model's method `select` drops and adds tensors, under our
-        names. dtype: a torch dtype or its name; as stored when None or "auto". Raises what `read` raises, ValueError
-        for a dtype that models cannot have, and RuntimeError for names or shapes that do not fit.
+        build: makes a model from the configuration; the model's method `select`, which gets the arguments `selecting`,
+        drops and adds tensors, under our names. dtype: a torch dtype or its name; as stored when None or "auto".
+        Raises what `read` raises, ValueError for a dtype that models cannot have, and RuntimeError for names or shapes
+        that do not fit.
         """
         dtype, config = dtype_of(dtype), self.config
         try:
@@ -251,7 +254,7 @@ class Checkpoint:
                 model = build(config)
             precision = prepared.outline(model, config)
             device = self._home(precision) if precision else None
-            state = model.select(model.to_ours(self.tensors), self.directory)
+            state = model.select(model.to_ours(self.tensors), self.directory, **selecting)
             _check_dtypes(state, dtype, precision)
             model.load_state_dict(state, assign=True)
         except RuntimeError as error:

@@ -229,29 +229,40 @@ class _BertWithHead(Saveable):
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path | checkpoint.Checkpoint, *, dtype: torch.dtype | str | None = None, **config: Any
+        cls,
+        source: str | Path | checkpoint.Checkpoint,
+        *,
+        dtype: torch.dtype | str | None = None,
+        ignore_mismatched_sizes: bool = False,
+        **config: Any,
     ) -> Self:
         """Loads a model from a directory or by its name on the hub, as BertModel does; in evaluation mode.
 
         The checkpoint may be a bare BertModel's or another head's. Parameters of this head and of the pooler that it
         lacks are initialised, with a UserWarning that names them; heads that this model does not have are left out.
-        config: fields of the configuration to change, as in `num_labels=3`.
+        ignore_mismatched_sizes: parameters of this head that have another shape are initialised too, as for
+        another number of labels. config: fields of the configuration to change, as in `num_labels=3`.
         Raises FileNotFoundError, TypeError (an unknown keyword), ValueError (a corrupt file, a configuration that makes
         no sense) and RuntimeError (a parameter of the encoder that is missing or unexpected, or of any part that has
         another shape).
         """
-        return checkpoint.load(source).make(lambda found: cls(found.changed(**config)), dtype)
+        build = lambda found: cls(found.changed(**config))  # noqa: E731
+        return checkpoint.load(source).make(build, dtype, ignore_mismatched_sizes=ignore_mismatched_sizes)
 
-    def select(self, state: dict[str, Tensor], directory: Path) -> dict[str, Tensor]:
+    def select(self, state: dict[str, Tensor], directory: Path, ignore_mismatched_sizes: bool) -> dict[str, Tensor]:
         """A checkpoint's state without other heads, and with new parameters where it lacks some of this model."""
         expected, body = self.state_dict(), ("bert.embeddings.", "bert.encoder.")
         state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
+        if ignore_mismatched_sizes:
+            fits = lambda name: name.startswith(body) or state[name].shape == expected[name].shape  # noqa: E731
+            state = {name: state[name] for name in filter(fits, state)}
         new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
         if new:
             dtype = next(iter(state.values())).dtype if state else None
             state |= {name: self._new_parameter(name, expected[name].shape, dtype) for name in new}
             names = ", ".join(checkpoint.to_hugging_face_names(new, self._names))
-            warnings.warn(f"{directory} lacks {names}: initialised anew, to be trained", stacklevel=4)
+            lacks = "has no fitting" if ignore_mismatched_sizes else "lacks"
+            warnings.warn(f"{directory} {lacks} {names}: initialised anew, to be trained", stacklevel=4)
         return state
 
     def _new_dropout(self) -> nn.Dropout | None:

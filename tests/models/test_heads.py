@@ -522,6 +522,15 @@ def test_another_number_of_labels(tmp_path):
     their("BertForTokenClassification").save_pretrained(tmp_path)
     with pytest.raises(RuntimeError, match=r"wrong shape: classifier.bias: \(3,\), expected \(5,\)"):
         fastbert.BertForTokenClassification.from_pretrained(tmp_path, num_labels=5)
+    replaced = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    with pytest.warns(UserWarning, match="has no fitting classifier.bias, classifier.weight: initialised anew"):
+        model = fastbert.AutoModelForTokenClassification.from_pretrained(tmp_path, **replaced)
+    assert model.classifier.weight.shape == (5, 48) and model.bert.embeddings.word_embeddings.weight.any()
+    with (
+        pytest.warns(UserWarning, match="has no fitting"),
+        pytest.raises(RuntimeError, match="wrong shape: bert.embeddings.word_embeddings.weight"),
+    ):
+        fastbert.BertForTokenClassification.from_pretrained(tmp_path, vocab_size=5, **replaced)
     hugging_face(CONFIG).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="lacks classifier.bias, classifier.weight:"):
         model = fastbert.BertForTokenClassification.from_pretrained(tmp_path, num_labels=5, dtype=torch.bfloat16)
