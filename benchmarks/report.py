@@ -298,7 +298,8 @@ memory: its peak over the baseline's (HF SDPA, PyTorch). Under a contender's nam
 fastbert's, so above 1 fastbert is faster (median over the rounds of one interleaved run). Quantised models are compared
 with every contender, others only with contenders that are not quantised. In `encode`, `rerank` and `contrastive step`,
 HF SDPA is sentence-transformers. `wrong`: not timed, because the result was wrong. [benchmarks.md](benchmarks.md) says
-how it is measured.
+how it is measured. AMD's family 25, model 1 is Zen 3; family 25, model 17 is Zen 4; family 26 is Zen 5. Intel's family
+6, model 207 is Emerald Rapids; the virtual machine of model 167 has Granite Rapids.
 
 Some floors were computed before `benchmarks/floor.py` had its present rules and are higher, and % floor and % library
 with them: of `linear_max` with a backward (as products of all tokens), of 16-bit attention on the H200, also in
@@ -307,8 +308,8 @@ wide as it is)."""
 
 NOTES = {
     "h200": [
-        "These runs had Triton's attention, which Hopper no longer chooses, and layers of a dozen operators, which are "
-        "one now; their times include the host's. [attention.md](attention.md#on-a-gpu-in-cuda) has the present "
+        "These runs had Triton's attention, which Hopper no longer chooses, and layers of three operators or more, which "
+        "are one now; their times include the host's. [attention.md](attention.md#on-a-gpu-in-cuda) has the present "
         "attention alone; models have not been timed again."
     ],
     "cpu-avx512-bf16": ["Zen 4 and Zen 5; files whose machine is only AMD EPYC do not say which of the two."],

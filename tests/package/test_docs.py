@@ -32,40 +32,10 @@ MARK = re.compile(r"<!-- (small|needs|fragment): (.+) -->")
 
 # Code to run before a block, by the page and the block's beginning.
 GIVEN = {
-    ("docs/accelerate.md", "report = fastbert.accelerate(model)"): """
-import fastbert
-from small_models import hugging_face
-model = hugging_face()
-""",
     ("docs/cuda_on_cpu.md", "import sys"): """
 import pytest, torch
 if torch.cuda.is_available():
     pytest.skip("the kernels run on this machine's GPU")
-""",
-    ("docs/graph.md", "graphed = fastbert.graph(model"): """
-import pytest, torch
-import fastbert
-from small_models import TINY, batch
-if not torch.cuda.is_available():
-    pytest.skip("no GPU")
-model = fastbert.BertModel(TINY).cuda().eval()
-input_ids, _, attention_mask = batch([5, 9, 2], 9).values()
-ids, ends = torch.arange(40), torch.tensor([0, 11, 40], dtype=torch.int32)
-""",
-    ("docs/heads.md", "from fastbert import BertForMaskedLM\nfrom fastbert.data"): """
-from fastbert import BertForMaskedLM
-from small_models import TINY, minilm
-from torch.utils.data import DataLoader
-from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(minilm())
-dataset = [{"input_ids": tokenizer(text).input_ids} for text in ("One text.", "Another text, a longer one.")]
-lengths = [len(example["input_ids"]) for example in dataset]
-model = BertForMaskedLM(TINY.changed(vocab_size=len(tokenizer)))
-""",
-    ("docs/heads.md", "class PackedTrainer(Trainer)"): """
-from torch.utils.data import DataLoader
-from transformers import Trainer
-from fastbert.data import TokenBudgetSampler
 """,
 }
 
