@@ -177,7 +177,8 @@ def agreement(what: str, scores: dict[str, list[float]], margin: float) -> dict:
     """Prints and returns two libraries' means over the seeds, and whether they agree within a margin.
 
     Of one seed both have the same weights and batches, so their differences are compared, seed by seed. The mean of the
-    differences must be within the margin, and its standard error within half of it, so that noise does not hide a difference.
+    differences must be within the margin, and its standard error within half of it, so that noise does not hide a
+    difference.
     """
     means = {name: mean(of_seeds) for name, of_seeds in scores.items()}
     differences = [ours - theirs for ours, theirs in zip(*scores.values(), strict=True)]

@@ -197,7 +197,7 @@ def _sentencepiece_model(path: Path) -> Any:
     try:
         from sentencepiece import sentencepiece_model_pb2 as protobuf
     except ImportError as error:
-        raise ImportError(f'{path} needs SentencePiece: pip install sentencepiece protobuf') from error
+        raise ImportError(f"{path} needs SentencePiece: pip install sentencepiece protobuf") from error
     model = protobuf.ModelProto()
     _read(path, lambda: model.ParseFromString(path.read_bytes()))
     if model.trainer_spec.model_type != protobuf.TrainerSpec.UNIGRAM or not model.pieces:
