@@ -309,8 +309,8 @@ wide as it is)."""
 NOTES = {
     "h200": [
         "These runs had Triton's attention, which Hopper no longer chooses, and layers of three operators or more, "
-        "which are one now; their times include the host's. [attention.md](attention.md#on-a-gpu-in-cuda) has the present "
-        "attention alone; models have not been timed again."
+        "which are one now; their times include the host's. [attention.md](attention.md#on-a-gpu-in-cuda) has the "
+        "present attention alone; models have not been timed again."
     ],
     "cpu-avx512-bf16": ["Zen 4 and Zen 5; files whose machine is only AMD EPYC do not say which of the two."],
 }
