@@ -1,7 +1,8 @@
 """Builds fastbert._C with CMake against torch's stable ABI: headers of the environment's torch, for 2.11 and later.
 
 FASTBERT_BUILD=0 installs pure Python; FASTBERT_BUILD=1 fails if _C cannot be built; if unset, _C is built if torch and
-a C++ compiler are present. USE_CUDA=0 leaves the CUDA kernels out, as in PyTorch's own build.
+a C++ compiler are present. The CUDA kernels are built if torch has CUDA, or USE_CUDA=1 or TORCH_CUDA_ARCH_LIST is set;
+USE_CUDA=0 leaves them out, as in PyTorch's own build.
 CMakeLists.txt describes what is built.
 """
 
@@ -14,13 +15,14 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 OLDEST_TORCH = (2, 11)  # TORCH_TARGET_VERSION in CMakeLists.txt
-DEFAULT_ARCHITECTURES = "7.5;8.0;9.0+PTX"
+COMMON_ARCHITECTURES = ("7.5", "8.0", "9.0+PTX", "10.0", "12.0")
 
 PURE = """\
 TORCH_VERSION = None
@@ -32,21 +34,26 @@ NOT_BUILT = {reason!r}
 """
 
 
-def find_torch() -> tuple[str, str] | None:
-    """Version and folder of the torch that fastbert will run with, or None.
+def ask_torch(expression: str) -> Any:
+    """The value of a Python expression of JSON's types by the torch that fastbert will run with; None without torch.
 
     pip builds in isolation, where torch is not importable: it keeps the interpreter, but sets PYTHONPATH to a folder of
     its own. Without that variable, the same interpreter finds the environment's torch. If torch is importable already
     (no isolation, or the user's own PYTHONPATH), that torch is the right one.
     """
-    query = "import json, os, torch; print(json.dumps([torch.__version__, os.path.dirname(torch.__file__)]))"
+    query = f"import json, os, torch; print(json.dumps({expression}))"
     outside = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     for env in (dict(os.environ), outside):
         answer = subprocess.run([sys.executable, "-c", query], env=env, capture_output=True, text=True)
         if answer.returncode == 0:
-            version, folder = json.loads(answer.stdout.splitlines()[-1])
-            return version, folder
+            return json.loads(answer.stdout.splitlines()[-1])
     return None
+
+
+def find_torch() -> tuple[str, str] | None:
+    """Version and folder of the torch that fastbert will run with, or None."""
+    found = ask_torch("[torch.__version__, os.path.dirname(torch.__file__)]")
+    return found and tuple(found)
 
 
 def find_compiler() -> str | None:
@@ -81,18 +88,46 @@ def cuda_architectures(torch_cuda_arch_list: str) -> str:
         match = re.fullmatch(r"(\d+)\.(\d[af]?)(\+PTX)?", entry)
         if not match:
             sys.exit(
-                f"fastbert: TORCH_CUDA_ARCH_LIST: {entry!r} is not understood; write it like {DEFAULT_ARCHITECTURES}"
+                f"fastbert: TORCH_CUDA_ARCH_LIST: {entry!r} is not understood; write it like 8.0;9.0+PTX, or Common"
             )
         number = match[1] + match[2]
         architectures += [f"{number}-real"] + [f"{number}-virtual"] * bool(match[3])
     return ";".join(architectures)
 
 
+def nvcc_architectures() -> set[str]:
+    """What nvcc compiles for, as "9.0". If CMake finds an nvcc that is not on PATH: what each has since CUDA 12."""
+    home = os.environ.get("CUDA_HOME")
+    try:
+        command = [os.path.join(home, "bin", "nvcc") if home else "nvcc", "--list-gpu-arch"]
+        listed = subprocess.run(command, capture_output=True, text=True).stdout
+    except OSError:
+        listed = "compute_75 compute_80 compute_90"
+    return {f"{number[:-1]}.{number[-1]}" for number in re.findall(r"compute_(\d+)\b", listed)}
+
+
+def common_architectures() -> str:
+    known = nvcc_architectures()
+    return ";".join(one for one in COMMON_ARCHITECTURES if one.removesuffix("+PTX") in known)
+
+
+def default_architectures() -> str:
+    """Those of this machine's GPUs, as far as there are kernels for them, or the common ones."""
+    gpus = ask_torch("sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})") or []
+    own = [f"{major}.{minor}" for major, minor in gpus if (major, minor) >= (7, 5)]
+    return ";".join(own) + "+PTX" if own and nvcc_architectures().issuperset(own) else common_architectures()
+
+
 def wanted_architectures() -> str:
-    """TORCH_CUDA_ARCH_LIST or the default, for CMake; empty under USE_CUDA=0."""
-    if os.environ.get("USE_CUDA", "").upper() in ("0", "OFF", "NO", "FALSE", "N"):
+    """What to compile the CUDA kernels for, as CMake writes it; empty if they are not wanted."""
+    use, listed = os.environ.get("USE_CUDA", "").upper(), os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    if use in ("0", "OFF", "NO", "FALSE", "N"):
         return ""
-    return cuda_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
+    if listed.lower() == "common":
+        listed = common_architectures()
+    elif not listed and (use or ask_torch("torch.version.cuda")):
+        listed = default_architectures()
+    return cuda_architectures(listed) if listed else ""
 
 
 def max_jobs() -> int:

@@ -239,7 +239,8 @@ def _has_binary(architecture: str, capability: tuple[int, int]) -> bool:
     """Whether code built for `architecture` ("90", "80-real", "90-virtual", "90a-real") holds binaries for a GPU."""
     number, _, kind = architecture.partition("-")
     major, minor = _version(number)
-    return kind != "virtual" and major == capability[0] and minor <= capability[1]
+    later = minor < capability[1] and not number.endswith("a")  # code for sm_100a runs on no other GPU
+    return kind != "virtual" and major == capability[0] and (minor == capability[1] or later)
 
 
 def _has_ptx(architecture: str, capability: tuple[int, int]) -> bool:
@@ -272,7 +273,7 @@ def _cuda_problem() -> str | None:
         return EXTENSION_PROBLEM
     info = build_info()
     if not info["cuda_architectures"]:
-        return "built without CUDA (USE_CUDA=0 was set, or nvcc was not found)"
+        return "built without CUDA (for a torch without it, with USE_CUDA=0, or without nvcc): install fastbert again"
     if not torch.cuda.is_available():
         return "PyTorch sees no GPU"
     if torch.version.hip:

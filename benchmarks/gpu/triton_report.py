@@ -27,7 +27,8 @@ from benchmarks.gpu import compiled, triton_calls
 from benchmarks.gpu.compiled import Compiled
 from fastbert.triton import common
 
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes that one program may have
+# Bytes that one program may have: of sm_80's configurations as many as sm_86 and sm_89 have, which run them too.
+SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 INSTRUCTIONS = {
     "tcgen05": r"\btcgen05\.mma", "wgmma": r"\bwgmma\.mma_async", "mma.sync": r"\bmma\.sync",
     "TMA": r"\bcp\.async\.bulk\.tensor", "cp.async": r"\bcp\.async\.c[ag]\b",
@@ -177,8 +178,9 @@ def head() -> str:
 
 Compiler: Triton {triton.__version__}. Written by `make compile-report`, which needs no GPU: every kernel in every
 configuration of its tables, for calls of BERT's shapes (`benchmarks/gpu/triton_calls.py`). Registers are a thread's;
-spilled and shared are bytes, of shared memory at most {SHARED[80]} on sm_80 and {SHARED[90]} from sm_90 on: the most of
-all variants of a kernel, which `build/triton_report.md` lists. TMA is Hopper's engine for copies of tiles.
+spilled and shared are bytes, of shared memory at most {SHARED[90]} on sm_90 and sm_100, and {SHARED[80]} on sm_120,
+sm_86 and sm_89 (these two run what is compiled for sm_80): the most of all variants of a kernel, which
+`build/triton_report.md` lists. TMA is Hopper's engine for copies of tiles.
 """
 
 

@@ -281,9 +281,10 @@ __device__ __forceinline__ Packed packed(const float (&p)[kRowTiles][8][4], int 
 
 // Starts sum += p times a tile, by a warpgroup. The caller waits for the product, and keeps p until then.
 template <class T, int kWidth>
-__device__ __forceinline__ void start_add_product(float (&sum)[8][4], const Packed& p, const Chunk* tile) {
+__device__ __forceinline__ void start_add_product(float (&sum)[8][4], Packed& p, const Chunk* tile) {
   static_assert(kWidth == 64, "rows of 128 bytes");
   const uint64_t b = ptx::matrix_descriptor(tile);
+  ptx::hold(sum), p.hold();
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < 4; ++k)

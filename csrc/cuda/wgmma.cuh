@@ -56,7 +56,8 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) { re
       FB_ROW_OF(d, 6), FB_ROW_OF(d, 7)
 
 // Call these after the wait for a product. hold(d) keeps the compiler from moving computations with the accumulator d
-// before the wait; hold(a) keeps the operand a in its registers until then.
+// before the wait; hold(a) keeps the operand a in its registers until then. Call them before the fence, too, if d or a
+// has just been computed: the fence orders what was written before it, and the compiler may write registers later.
 __device__ __forceinline__ void hold(float (&d)[8][4]) { asm volatile("" : FB_REGISTERS_OF(d)::"memory"); }
 __device__ __forceinline__ void hold(uint32_t (&a)[4]) {
   asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");

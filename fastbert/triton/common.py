@@ -46,10 +46,14 @@ def _properties(index: int) -> tuple[int, int]:
 
 
 def architecture(device: torch.device) -> int:
-    """80, 90, 100, ...: a key of the configuration tables. The interpreter runs Hopper's configurations."""
-    if _assumed is not None:
-        return _assumed
-    return _properties(device.index or 0)[0] if device.type == "cuda" else 90
+    """80, 90, 100, ...: a key of the configuration tables. The interpreter runs Hopper's configurations.
+
+    80 for sm_120 and sm_121 too: like sm_86 and sm_89, they multiply with mma.sync and have 99 KiB of shared memory.
+    """
+    here = _assumed
+    if here is None:
+        here = _properties(device.index or 0)[0] if device.type == "cuda" else 90
+    return 80 if here >= 120 else here
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -278,6 +278,9 @@ WITHOUT_IT = "without it in CUDA_VISIBLE_DEVICES it would do"
         ("90a-real", (9, 0), True),
         ("90a", (10, 0), False),  # architecture-specific PTX is not forward compatible
         ("100-real", (10, 3), True),
+        ("100a-real", (10, 3), False),  # "a": for this very GPU
+        ("100f-real", (10, 3), True),  # "f": for its family
+        ("120a-real", (12, 1), False),
     ],
 )
 def test_which_gpus_a_build_serves(architecture, capability, serves):

@@ -168,12 +168,42 @@ def test_use_cuda_0_wants_no_architecture(setup_py, monkeypatch, value):
     assert setup_py.wanted_architectures() == ""
 
 
-@pytest.mark.parametrize("value", ["", "1", "ON"])
-def test_otherwise_the_architectures_are_those_of_the_list_or_the_default(setup_py, monkeypatch, value):
-    monkeypatch.setenv("USE_CUDA", value)
-    assert setup_py.wanted_architectures() == "75-real;80-real;90-real;90-virtual"
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    assert setup_py.wanted_architectures() == "90-real"
+COMMON = "75-real;80-real;90-real;90-virtual"
+
+
+@pytest.mark.parametrize(
+    ("use", "torch_has", "listed", "gpus", "expected"),
+    [
+        ("", None, "", [], ""),  # this torch could not run them
+        ("1", None, "", [], COMMON),
+        ("", "13.0", "", [], COMMON),
+        ("", "13.0", "", [[8, 0], [9, 0]], "80-real;90-real;90-virtual"),
+        ("", "13.0", "", [[7, 0], [9, 0]], "90-real;90-virtual"),  # older than all kernels
+        ("", "13.0", "", [[12, 0]], COMMON),  # newer than nvcc
+        ("", "13.0", "Common", [[9, 0]], COMMON),
+        ("", None, "9.0", [[8, 0]], "90-real"),
+    ],
+)
+def test_architectures_are_those_of_the_list_or_of_the_gpus(
+    setup_py, monkeypatch, use, torch_has, listed, gpus, expected
+):
+    monkeypatch.setenv("USE_CUDA", use)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    monkeypatch.setattr(setup_py, "ask_torch", lambda asked: torch_has if "version.cuda" in asked else gpus)
+    monkeypatch.setattr(setup_py, "nvcc_architectures", lambda: {"7.5", "8.0", "9.0"})
+    assert setup_py.wanted_architectures() == expected
+
+
+def test_nvcc_says_what_it_compiles_for(setup_py, monkeypatch, tmp_path):
+    (tmp_path / "bin").mkdir()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho compute_75; echo compute_90; echo compute_120\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert setup_py.nvcc_architectures() == {"7.5", "9.0", "12.0"}
+    assert setup_py.common_architectures() == "7.5;9.0+PTX;12.0"
+    nvcc.unlink()
+    assert setup_py.common_architectures() == "7.5;8.0;9.0+PTX"
 
 
 @pytest.mark.parametrize(
