@@ -596,7 +596,7 @@ class BertEncoder(_Loadable):
 
         def record(hidden: Tensor) -> Tensor:
             if output_hidden_states:
-                state, hidden = packing.beside(hidden)
+                state, hidden = packing.hand_out(hidden)
                 states.append(state)
             return hidden
 
@@ -713,7 +713,7 @@ class BertModel(Saveable):
         if states and not handed_down:
             last = states[-1]
         elif not handed_down:
-            last, hidden = packing.beside(hidden) if self.pooler else (packing.unpack(hidden), hidden)
+            last, hidden = packing.hand_out(hidden) if self.pooler else (packing.unpack(hidden), hidden)
         pooled = self.pooler(packing.first(hidden)) if self.pooler else None
         return BertModelOutput(last, pooled, states, attentions)
 

@@ -76,7 +76,7 @@ class Packing(NamedTuple):
         x = x if self.real is None else torch.where(_like(self.real, x), x, 0)
         return unpack_unchecked(x, self.indices, self.batch, self.seqlen)
 
-    def beside(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def hand_out(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(T, ...) -> the caller's form, and the same (T, ...) computed from it if gradients are recorded.
 
         For a tensor that the caller gets and that the model goes on with: its gradient is then found in both.

@@ -52,14 +52,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     add(sums, weights, values, D);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    const float weights = sum_of_warp(total[r]);
-    if (row >= length) continue;
-    store(sums[r], a.drop.keep_scale / weights, out + (head.bounds.start + row) * head.columns + work.head * D, D);
-    if (lane() == 0) lse[work.head * a.tokens + head.bounds.start + row] = largest[r] + logf(weights);
-  }
+  store_out(a, head, work, sums, largest, total, out, lse);
 }
 
 // ---- backward: attention_kernels.cuh has the formulas
@@ -71,8 +64,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                        const float* __restrict__ lse,            // [H, T]
                                        T* __restrict__ dqkv,                     // [T, 3, H, D]: dQ is written
                                        Statistics statistics, int parts) {
-  const int64_t columns = int64_t(a.heads) * a.D;
-  if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
+  if (fill_uncovered(a, dqkv, 3 * int64_t(a.heads) * a.D, nullptr)) return;
   const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const int D = a.D, tile = kBlock * (D | 1), length = head.bounds.length;
@@ -81,22 +73,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   FB_DYNAMIC_SHARED(shared);
   float *const queries = reinterpret_cast<float*>(shared), *const douts = queries + tile;
   float *const keys = douts + tile, *const values = keys + tile;
-  const Rows<T> outs = head.of(out, work);
   head.q.read(queries, head.first), head.of(dout, work).read(douts, head.first);
   __syncthreads();
 
   Sums dq = {};
   float offset[kRows], delta[kRows], total[kRows] = {};
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    offset[r] = row < length ? lse[work.head * a.tokens + head.bounds.start + row] : 0;
-    float sum = 0;
-    if (row < length)
-      for (int i = lane(); i < D; i += 32)
-        sum = fmaf(to_float(outs.first[row * columns + i]), douts[(head.row + r) * (D | 1) + i], sum);
-    delta[r] = sum_of_warp(sum);
-  }
+  row_statistics(a, head, work, out, douts, lse, offset, delta);
   for (int step = 0; step < length; step += kBlock) {
     __syncthreads();
     head.k.read(keys, step), head.v.read(values, step);
@@ -114,18 +96,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     add(dq, ds, keys, D);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    const float inverse = 1 / sum_of_warp(total[r]);
-    if (row >= length) continue;
-    store(dq[r], inverse * a.scale, dqkv + 3 * columns * (head.bounds.start + row) + work.head * D, D);
-    if (lane() == 0) {
-      statistics.of(kLse, work.head, head.bounds, work.sequence)[row] = offset[r];
-      statistics.of(kDelta, work.head, head.bounds, work.sequence)[row] = delta[r];
-      statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[row] = inverse;
-    }
-  }
+  store_dq(a, head, work, dq, total, offset, delta, statistics, dqkv);
 }
 
 template <class T>
@@ -149,33 +120,22 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     head.q.read(queries, step), grads.read(douts, step);
     __syncthreads();
-    const int query = step + lane();
-    const bool inside = query < length;
-    const float offset = inside ? statistics.of(kLse, work.head, head.bounds, work.sequence)[query] : 0;
-    const float delta = inside ? statistics.of(kDelta, work.head, head.bounds, work.sequence)[query] : 0;
-    const float inverse = inside ? statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[query] : 0;
+    const QueryRow query(statistics, head.bounds, work, step + lane());
     float weights[kRows], ds[kRows];
     dot(weights, keys + head.row * (D | 1), queries, D);
     dot(ds, values + head.row * (D | 1), douts, D);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float weight = inside ? expf(__fsub_rn(__fmul_rn(weights[r], a.scale), offset)) * inverse : 0;
+      const float weight = query.weight(__fmul_rn(weights[r], a.scale));
       float factor = a.drop.keep_scale;
-      if (a.drop.threshold && !keeps(a, site, query, head.first + head.row + r, work)) factor = 0;
+      if (a.drop.threshold && !keeps(a, site, query.place, head.first + head.row + r, work)) factor = 0;
       weights[r] = weight * factor;
-      ds[r] = weight * (ds[r] * factor - delta);
+      ds[r] = weight * (ds[r] * factor - query.delta);
     }
     add(dv, weights, douts, D);
     add(dk, ds, queries, D);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    if (row >= length) continue;
-    T* const place = dqkv + 3 * head.columns * (head.bounds.start + row) + head.columns + work.head * D;
-    store(dk[r], a.scale, place, D);
-    store(dv[r], 1, place + head.columns, D);
-  }
+  store_dk_dv(a, head, work, dk, dv, dqkv);
 }
 
 }  // namespace

@@ -120,6 +120,91 @@ __device__ __forceinline__ float weight_of(float score, float& largest, float& t
   return weight;
 }
 
+// ---- what kernels begin and end with
+
+// The output and lse of the warp's rows, from their weighted sums.
+template <class T>
+__device__ __forceinline__ void store_out(const Attention& a, const Head<T>& head, const Work& work, const Sums& sums,
+                                          const float (&largest)[kRows], const float (&total)[kRows], T* out,
+                                          float* lse) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    const float weights = sum_of_warp(total[r]);
+    if (row >= head.bounds.length) continue;
+    store(sums[r], a.drop.keep_scale / weights, out + (head.bounds.start + row) * head.columns + work.head * a.D, a.D);
+    if (lane() == 0) lse[work.head * a.tokens + head.bounds.start + row] = largest[r] + logf(weights);
+  }
+}
+
+// offset: the lse of the warp's rows; delta: the sums of their output times its gradient, which is in shared memory.
+template <class T>
+__device__ __forceinline__ void row_statistics(const Attention& a, const Head<T>& head, const Work& work, const T* out,
+                                               const float* douts, const float* lse, float (&offset)[kRows],
+                                               float (&delta)[kRows]) {
+  const Rows<T> outs = head.of(out, work);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    const bool inside = row < head.bounds.length;
+    offset[r] = inside ? lse[work.head * a.tokens + head.bounds.start + row] : 0;
+    float sum = 0;
+    if (inside)
+      for (int i = lane(); i < a.D; i += 32)
+        sum = fmaf(to_float(outs.first[row * head.columns + i]), douts[(head.row + r) * (a.D | 1) + i], sum);
+    delta[r] = sum_of_warp(sum);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_dq(const Attention& a, const Head<T>& head, const Work& work, const Sums& dq,
+                                         const float (&total)[kRows], const float (&offset)[kRows],
+                                         const float (&delta)[kRows], const Statistics& statistics, T* dqkv) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    const float inverse = 1 / sum_of_warp(total[r]);
+    if (row >= head.bounds.length) continue;
+    store(dq[r], inverse * a.scale, dqkv + 3 * head.columns * (head.bounds.start + row) + work.head * a.D, a.D);
+    if (lane() == 0) {
+      statistics.of(kLse, work.head, head.bounds, work.sequence)[row] = offset[r];
+      statistics.of(kDelta, work.head, head.bounds, work.sequence)[row] = delta[r];
+      statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[row] = inverse;
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void store_dk_dv(const Attention& a, const Head<T>& head, const Work& work, const Sums& dk,
+                                            const Sums& dv, T* dqkv) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = head.first + head.row + r;
+    if (row >= head.bounds.length) continue;
+    T* const place = dqkv + 3 * head.columns * (head.bounds.start + row) + head.columns + work.head * a.D;
+    store(dk[r], a.scale, place, a.D);
+    store(dv[r], 1, place + head.columns, a.D);
+  }
+}
+
+// The lane's query and its statistics, for kernels whose rows are not queries.
+struct QueryRow {
+  int place;  // within the sequence
+  bool inside;
+  float lse, delta, inverse;
+
+  __device__ QueryRow(const Statistics& statistics, Bounds bounds, const Work& work, int query)
+      : place(query), inside(query < bounds.length) {
+    const auto of = [&](Quantity quantity) {
+      return inside ? statistics.of(quantity, work.head, bounds, work.sequence)[query] : 0;
+    };
+    lse = of(kLse), delta = of(kDelta), inverse = of(kInverseSum);
+  }
+  __device__ __forceinline__ float weight(float score) const {
+    return inside ? expf(__fsub_rn(score, lse)) * inverse : 0;
+  }
+};
+
 // ---- launching
 
 // other_blocks: the number of blocks at the end of the grid, after those that compute. tiles: how many tiles of kBlock

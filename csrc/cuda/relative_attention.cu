@@ -224,34 +224,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     add(sums, weights, values, D);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    const float weights = sum_of_warp(total[r]);
-    if (row >= length) continue;
-    store(sums[r], a.drop.keep_scale / weights, out + (head.bounds.start + row) * head.columns + work.head * D, D);
-    if (lane() == 0) lse[work.head * a.tokens + head.bounds.start + row] = largest[r] + logf(weights);
-  }
+  store_out(a, head, work, sums, largest, total, out, lse);
 }
-
-// ---- the lane's query and its statistics, for kernels whose rows are not queries
-
-struct QueryRow {
-  int place;  // within the sequence
-  bool inside;
-  float lse, delta, inverse;
-
-  __device__ QueryRow(const Statistics& statistics, Bounds bounds, const Work& work, int query)
-      : place(query), inside(query < bounds.length) {
-    const auto of = [&](Quantity quantity) {
-      return inside ? statistics.of(quantity, work.head, bounds, work.sequence)[query] : 0;
-    };
-    lse = of(kLse), delta = of(kDelta), inverse = of(kInverseSum);
-  }
-  __device__ __forceinline__ float weight(float score) const {
-    return inside ? expf(__fsub_rn(score, lse)) * inverse : 0;
-  }
-};
 
 // ---- backward of qkv: the formulas of attention_kernels.cuh. In addition, dQ gets scale dS Pk and dK gets scale dS^T
 // Pq, with each pair's row of the tables
@@ -264,8 +238,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                                           const float* __restrict__ lse,  // [H, T]
                                           T* __restrict__ dqkv,           // [T, 3, H, D]: dQ is written
                                           Statistics statistics, int parts) {
-  const int64_t columns = int64_t(a.heads) * a.D;
-  if (fill_uncovered(a, dqkv, 3 * columns, nullptr)) return;
+  if (fill_uncovered(a, dqkv, 3 * int64_t(a.heads) * a.D, nullptr)) return;
   const Work work = work_of(a, parts);
   const Head<T> head(a, work);
   const Tables<T> tables(positions, a, work.head);
@@ -276,22 +249,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   float *const queries = reinterpret_cast<float*>(shared), *const douts = queries + tile;
   float *const keys = douts + tile, *const values = keys + tile;
   Pairs<T, true> pairs{a, tables, head, values + tile, 0};
-  const Rows<T> outs = head.of(out, work);
   head.q.read(queries, head.first), head.of(dout, work).read(douts, head.first);
   __syncthreads();
 
   Sums dq = {};
   float offset[kRows], delta[kRows], total[kRows] = {};
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    offset[r] = row < length ? lse[work.head * a.tokens + head.bounds.start + row] : 0;
-    float sum = 0;
-    if (row < length)
-      for (int i = lane(); i < D; i += 32)
-        sum = fmaf(to_float(outs.first[row * columns + i]), douts[(head.row + r) * (D | 1) + i], sum);
-    delta[r] = sum_of_warp(sum);
-  }
+  row_statistics(a, head, work, out, douts, lse, offset, delta);
   for (int step = 0; step < length; step += kBlock) {
     __syncthreads();
     head.k.read(keys, step), head.v.read(values, step);
@@ -311,18 +274,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     add(dq, ds, keys, D);
     if (tables.keys) add_diagonals(dq, ds, pairs.diagonals, head.row, D);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    const float inverse = 1 / sum_of_warp(total[r]);
-    if (row >= length) continue;
-    store(dq[r], inverse * a.scale, dqkv + 3 * columns * (head.bounds.start + row) + work.head * D, D);
-    if (lane() == 0) {
-      statistics.of(kLse, work.head, head.bounds, work.sequence)[row] = offset[r];
-      statistics.of(kDelta, work.head, head.bounds, work.sequence)[row] = delta[r];
-      statistics.of(kInverseSum, work.head, head.bounds, work.sequence)[row] = inverse;
-    }
-  }
+  store_dq(a, head, work, dq, total, offset, delta, statistics, dqkv);
 }
 
 template <class T>
@@ -366,14 +318,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     add(dk, ds, queries, D);
     if (tables.queries) add_diagonals(dk, ds, pairs.diagonals, head.row, D);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int row = head.first + head.row + r;
-    if (row >= length) continue;
-    T* const place = dqkv + 3 * head.columns * (head.bounds.start + row) + head.columns + work.head * D;
-    store(dk[r], a.scale, place, D);
-    store(dv[r], 1, place + head.columns, D);
-  }
+  store_dk_dv(a, head, work, dk, dv, dqkv);
 }
 
 // ---- backward of the tables
