@@ -41,7 +41,7 @@ from fastbert.model import (
 from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, find_labelled_rows
 from fastbert.ops.numbers import wide
-from fastbert.padding import Packing
+from fastbert.padding import Packing, packed_positions
 
 IGNORED = -100  # the label of tokens and sequences without a label
 SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
@@ -787,30 +787,35 @@ class BertForQuestionAnswering(_BertWithHead):
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
         body = self._encode(inputs, **options)
         logits = self.qa_outputs(body.hidden if self.dropout is None else self.dropout(body.hidden))  # (T, 2)
-        grid, visible = _on_grid(body, logits)  # (B, S, 2), (B, S)
         loss = None
         if start_positions is not None and end_positions is not None:
-            positions = {"start_positions": start_positions, "end_positions": end_positions}
-            targets = [_answer_labels(name, given, visible) for name, given in positions.items()]
-            loss = sum(_cross_entropy(grid[..., i], target) for i, target in enumerate(targets)) / 2
-        shown = logits if body.packing.seqlen is None else grid
+            scores = _on_grid(body.packing.compact(), logits)  # as for packed input, so that the bits are the same
+            answers = {"start_positions": start_positions, "end_positions": end_positions}
+            targets = _answer_labels(body.packing, answers)
+            loss = sum(_cross_entropy(scores[..., i], target) for i, target in enumerate(targets)) / 2
+        shown = logits if body.packing.seqlen is None else _on_grid(body.packing, logits)
         return BertForQuestionAnsweringOutput(loss, *shown.unbind(-1), *body.records)
 
 
-def _on_grid(body: Body, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, 2) to (B, S, 2) with the dtype's lowest number at padding, and where the tokens are, (B, S) bool."""
-    grid = body.packing.grid()
-    visible = grid.visible()
-    return grid.unpack(logits).masked_fill(~visible.unsqueeze(-1), torch.finfo(logits.dtype).min), visible
+def _on_grid(grid: Packing, logits: Tensor) -> Tensor:
+    """(T, 2) to (B, S, 2) with the dtype's lowest number at padding."""
+    return grid.unpack(logits).masked_fill(~grid.visible().unsqueeze(-1), torch.finfo(logits.dtype).min)
 
 
-def _answer_labels(name: str, positions: Tensor, visible: Tensor) -> Tensor:
-    """Positions (B,) or (B, 1) as labels of the grid's columns; -100 where there is no token."""
-    batch, seqlen = visible.shape
-    positions = _sequence_labels("BertForQuestionAnswering", name, positions, visible.device, batch, None)
-    column = positions.long().clamp(0, seqlen)
-    answerable = F.pad(visible, (0, 1)).gather(1, column.unsqueeze(1)).squeeze(1)  # column `seqlen`: beyond the text
-    return column.masked_fill(~answerable, IGNORED)
+def _answer_labels(packing: Packing, answers: Mapping[str, Tensor]) -> list[Tensor]:
+    """Positions (B,) or (B, 1), in the caller's form, as labels of the compact grid's columns; -100 where there is no
+    token."""
+    grid, device = packing.grid(), packing.cu_seqlens.device
+    visible, place = F.pad(grid.visible(), (0, 1)), None  # column S: beyond the text
+    if packing.seqlen is not None and packing.compact() is not packing:
+        place = F.pad(grid.unpack(packed_positions(packing.cu_seqlens, packing.tokens)), (0, 1))
+    labels = []
+    for name, given in answers.items():
+        given = _sequence_labels("BertForQuestionAnswering", name, given, device, grid.batch, None)
+        column = given.long().clamp(0, grid.seqlen).unsqueeze(1)
+        label = column if place is None else place.gather(1, column)
+        labels.append(label.masked_fill(~visible.gather(1, column), IGNORED).squeeze(1))
+    return labels
 
 
 HEADS = (  # fastbert/families.py says which of them a family has

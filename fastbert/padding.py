@@ -128,6 +128,13 @@ class Packing(NamedTuple):
         sequence, position = _sequence_and_position(self.cu_seqlens, self.tokens)
         return self._replace(seqlen=self.max_seqlen, indices=sequence * self.max_seqlen + position)
 
+    def compact(self) -> "Packing":
+        """The same sequences in a grid that is padded on the right and as wide as the longest; in compiled code, which
+        does not know that width, the caller's grid."""
+        if self.seqlen is None or self.indices is None or self.real is not None:
+            return self.grid()
+        return self._replace(seqlen=None, indices=None).grid()
+
 
 def _like(real: Tensor, x: Tensor) -> Tensor:
     return real.view(-1, *[1] * (x.dim() - 1))

@@ -160,7 +160,7 @@ def cut_encodings(
     inputs, seen, cut = list(inputs), 0, 0
     shorter, sides = zip(*(_beginning(one, _LONG * max_length) for one in inputs), strict=True) if inputs else ((), ())
     for side, encoding in zip(sides, encodings(tokenizer, shorter), strict=True):
-        if side is not None and encoding.sequence_ids.count(side) < max_length:
+        if side is not None and _may_decide(encoding, side, max_length):
             encoding, side = next(encodings(tokenizer, [inputs[seen]])), None  # its tokens are long
         if len(encoding) > max_length and not truncation:
             count = f"{'more than ' if side is not None else ''}{len(encoding)}"
@@ -217,6 +217,12 @@ def _parts(sequences: np.ndarray, limit: int) -> list[np.ndarray]:
     before, after = special[special < text[0]], special[special > text[-1]]
     room = limit - len(special)
     return [np.concatenate([before, text[i : i + room], after]) for i in range(0, len(text), room)]
+
+
+def _may_decide(encoding: Any, side: int, max_length: int) -> bool:
+    """Whether more tokens of the text on this side, of which there is only the beginning, might change what is kept."""
+    tokens, others = (encoding.sequence_ids.count(s) for s in (side, 1 - side))
+    return tokens < max_length or tokens < others + (side == 0)  # `_cut` leaves more of the longer, else of the second
 
 
 def _cut(sequences: np.ndarray, limit: int) -> np.ndarray:

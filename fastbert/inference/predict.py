@@ -365,7 +365,8 @@ class EntityTagger(Predictor):
         """For each text its entities, in order. A word has the label of its first token; O means no entity.
 
         A word continues the entity before it if it has the same type (the label without B- or I-) and its label does
-        not begin with B-. Equivalent to transformers' pipeline with aggregation_strategy="first".
+        not begin with B-. Equivalent to transformers' pipeline with aggregation_strategy="first", whose
+        words are not always the tokenizer's (docs/inference.md).
         Raises ValueError for an empty text, TypeError for anything but a list of strings.
         """
         return self.compute(self.encode(texts))

@@ -433,7 +433,8 @@ def unigram(texts, size):
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe", "unigram"])
-def test_the_beginning_of_a_long_text_has_the_tokens_of_the_whole(kind, monkeypatch):
+@pytest.mark.parametrize("length", [64, 65])  # in a pair an odd number of tokens is divided unequally
+def test_the_beginning_of_a_long_text_has_the_tokens_of_the_whole(kind, length, monkeypatch):
     passages = [passage for _, passage in python_documentation()]
     tokenizer = (
         unigram(passages[:200], 600) if kind == "unigram" else train_tokenizer(passages[:200], kind, vocab_size=600)
@@ -448,12 +449,15 @@ def test_the_beginning_of_a_long_text_has_the_tokens_of_the_whole(kind, monkeypa
         (short, long),
         (long, short),
         (long, long),
+        (long, ". " * 500),  # of which there are more tokens than of the beginning
+        (". " * 500, long),
     ]
     given = Noted(tokenizer)
-    found = cut(given, inputs, 64)
+    found = cut(given, inputs[:-2], length)
     assert given.characters < 1.2 * (2 * len(long) + 4 * 9999)  # the last pair, and texts without a space to end at
+    found += cut(tokenizer, inputs[-2:], length)
     monkeypatch.setattr("fastbert.data.encode._LONG", 1 << 30)
-    assert found == cut(tokenizer, inputs, 64)
+    assert found == cut(tokenizer, inputs, length)
     monkeypatch.undo()
     with pytest.raises(TooLong, match=r"texts\[0\] has more than \d+ tokens; expected at most 64"):
         list(cut_encodings(tokenizer, [long], 64, truncation=False))

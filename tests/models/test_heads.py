@@ -364,6 +364,30 @@ def test_answers_are_scored_within_their_sequence():
         assert ((out.start_logits == lowest) == ~visible).all() and ((out.end_logits == lowest) == ~visible).all()
 
 
+@pytest.mark.parametrize("side", ["right", "left", "between"])
+def test_the_loss_of_answers_has_the_same_bits_packed_and_padded(side):
+    model = our(their("BertForQuestionAnswering").double())
+    for seed in range(20):
+        torch.manual_seed(seed)
+        mask = (torch.rand(4, 15, device=DEVICE) < 0.6).int()
+        mask[:, 3] = 1
+        mask = (mask if side == "between" else mask.sort(1, descending=side == "right").values).bool()
+        ids, last = integers(5, 99, 4, 15), mask.sum(1) - 1
+        column = (last.unsqueeze(1) == mask.cumsum(1) - 1).int().argmax(1)  # of each text's last token
+        ends = F.pad(mask.sum(1).cumsum(0), (1, 0)).int()
+        padded = {"input_ids": ids, "attention_mask": mask, "start_positions": column, "end_positions": column}
+        positions = torch.arange(15, device=DEVICE).expand(4, -1)[mask]
+        alone = {
+            "input_ids": ids[mask],
+            "position_ids": positions,
+            "cu_seqlens": ends,
+            "max_seqlen": int(last.max()) + 1,
+        }
+        losses = [model(**padded).loss, model(**alone, start_positions=last, end_positions=last).loss]
+        gradients = [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+        assert torch.equal(*losses) and all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
+
+
 def test_answers_outside_the_text_are_left_out():
     """The first sequence has seven tokens: if its answer lies outside them, only the second sequence is scored."""
     model = our(their("BertForQuestionAnswering"))
