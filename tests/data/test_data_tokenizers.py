@@ -55,7 +55,7 @@ def test_tokenizer_json_as_it_stands_without_truncation_and_padding():
     assert tokenizer.to_str() == expected.to_str()
 
 
-@pytest.mark.parametrize("cased", [False, True])
+@pytest.mark.parametrize("cased", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "config",
     [
@@ -433,7 +433,9 @@ def unigram(texts, size):
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe", "unigram"])
-@pytest.mark.parametrize("length", [64, 65])  # in a pair an odd number of tokens is divided unequally
+@pytest.mark.parametrize(
+    "length", [65, pytest.param(64, marks=pytest.mark.slow)]
+)  # in a pair an odd number of tokens is divided unequally
 def test_the_beginning_of_a_long_text_has_the_tokens_of_the_whole(kind, length, monkeypatch):
     passages = [passage for _, passage in python_documentation()]
     tokenizer = (

@@ -167,7 +167,7 @@ def test_a_seed_decides_the_pairs():
 
 
 @pytest.mark.parametrize("first, second", [(40, 4), (4, 40), (40, 41), (41, 40), (40, 40), (9, 9), (10, 9), (9, 10)])
-@pytest.mark.parametrize("max_length", [20, 21])
+@pytest.mark.parametrize("max_length", [21, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_longer_text_of_a_pair_is_cut(first, second, max_length):
     """It is cut as tokenizers does it. Lengths are on both sides of half the room; the room is even or odd."""
     documents = [["cat " * first, "dog " * second], ["a fish"]]

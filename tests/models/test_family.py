@@ -523,7 +523,10 @@ def test_distilbert_s_sinusoids():
 # ---- choosing a model
 
 
-@pytest.mark.parametrize("name", PRESETS)
+LARGE = [name for name in PRESETS if "large" in name]  # as a base, but for the numbers in _size
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in PRESETS])
 def test_presets_have_the_parameters_of_transformers(name):
     config = fastbert.create_model_config(name)
     values = config.to_dict()

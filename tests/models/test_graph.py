@@ -101,7 +101,14 @@ def test_gives_what_the_model_gives(name, form):
 
 
 @pytest.mark.parametrize("form", ["padded", "packed"])
-@pytest.mark.parametrize("model_type", [name for name in BY_MODEL_TYPE if name != "bert"])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("xlm-roberta", "camembert")))  # RoBERTa's code
+        for name in BY_MODEL_TYPE
+        if name != "bert"
+    ],
+)
 @torch.inference_mode()
 def test_families(model_type, form):
     """Other families count positions from pad_token_id + 1, lack token types, project embeddings or share layers."""

@@ -130,7 +130,9 @@ def assert_same_step(model, step, inputs, seed=0, gradient=1.0):
 # ---- what the model gives
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "left", "holes"])
+@pytest.mark.parametrize(
+    "layout", ["packed", "holes", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("padded", "left"))]
+)
 @pytest.mark.parametrize(("name", "form"), CASES)
 def test_a_step_is_that_of_the_model(name, form, layout):
     """For all heads and kinds of labels, with dropout. Lengths, and so the spare room, change from replay to replay."""

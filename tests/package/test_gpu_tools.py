@@ -85,6 +85,7 @@ def test_the_worst_are_run_again_as_they_were(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("% of the floor") == 4
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_run_again_are_refused(tmp_path, monkeypatch, capsys):
     """Of models, of shapes that the table of cases does not have, and a file that is missing."""
     path = tmp_path / "ops_tiny.jsonl"
