@@ -433,9 +433,8 @@ def unigram(texts, size):
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "byte-level-bpe", "unigram"])
-@pytest.mark.parametrize(
-    "length", [65, pytest.param(64, marks=pytest.mark.slow)]
-)  # in a pair an odd number of tokens is divided unequally
+# Of a pair's tokens an odd number is divided unequally.
+@pytest.mark.parametrize("length", [65, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_beginning_of_a_long_text_has_the_tokens_of_the_whole(kind, length, monkeypatch):
     passages = [passage for _, passage in python_documentation()]
     tokenizer = (
