@@ -789,9 +789,10 @@ class BertForQuestionAnswering(_BertWithHead):
         logits = self.qa_outputs(body.hidden if self.dropout is None else self.dropout(body.hidden))  # (T, 2)
         loss = None
         if start_positions is not None and end_positions is not None:
-            scores = _on_grid(body.packing.compact(), logits)  # as for packed input, so that the bits are the same
+            compact = body.packing.compact()  # as for packed input, so that the bits are the same
+            scores = _on_grid(compact, logits)
             answers = {"start_positions": start_positions, "end_positions": end_positions}
-            targets = _answer_labels(body.packing, answers)
+            targets = _answer_labels(body.packing, compact, answers)
             loss = sum(_cross_entropy(scores[..., i], target) for i, target in enumerate(targets)) / 2
         shown = logits if body.packing.seqlen is None else _on_grid(body.packing, logits)
         return BertForQuestionAnsweringOutput(loss, *shown.unbind(-1), *body.records)
@@ -802,12 +803,12 @@ def _on_grid(grid: Packing, logits: Tensor) -> Tensor:
     return grid.unpack(logits).masked_fill(~grid.visible().unsqueeze(-1), torch.finfo(logits.dtype).min)
 
 
-def _answer_labels(packing: Packing, answers: Mapping[str, Tensor]) -> list[Tensor]:
+def _answer_labels(packing: Packing, compact: Packing, answers: Mapping[str, Tensor]) -> list[Tensor]:
     """Positions (B,) or (B, 1), in the caller's form, as labels of the compact grid's columns; -100 where there is no
     token."""
-    grid, device = packing.grid(), packing.cu_seqlens.device
+    device, grid = packing.cu_seqlens.device, compact if packing.seqlen is None else packing
     visible, place = F.pad(grid.visible(), (0, 1)), None  # column S: beyond the text
-    if packing.seqlen is not None and packing.compact() is not packing:
+    if grid is not compact:
         place = F.pad(grid.unpack(packed_positions(packing.cu_seqlens, packing.tokens)), (0, 1))
     labels = []
     for name, given in answers.items():

@@ -36,10 +36,8 @@ def label_counts(model: nn.Module, batch: Batch) -> Tensor:
     if hasattr(unwrapped(model), "label_counts"):
         return unwrapped(model).label_counts(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
-    counts = [_labelled(batch[name], batch) for name in _OF_PAIRS if name in batch]
-    if "labels" in batch:
-        labels = batch["labels"]
-        counts.insert(0, torch.tensor(labels.numel()) if _every_number_counts(model) else _labelled(labels, batch))
+    every = _every_number_counts(model)
+    counts = [_labelled(batch[name], batch, every) for name in ("labels", *_OF_PAIRS) if name in batch]
     if "start_positions" in batch and "end_positions" in batch:
         counts.append(sum(_answerable(batch[name], batch) for name in ("start_positions", "end_positions")) / 2)
     if not counts:
@@ -58,9 +56,9 @@ def _every_number_counts(model: nn.Module) -> bool:
     return of_sequences and problem in ("regression", "multi_label_classification")
 
 
-def _labelled(labels: Tensor, batch: Batch) -> Tensor:
-    """Counts integer labels that are neither -100 nor at padding, and all float labels (regression, multi-label)."""
-    if labels.is_floating_point():
+def _labelled(labels: Tensor, batch: Batch, every: bool) -> Tensor:
+    """Counts integer labels that are neither -100 nor at padding; all of them if `every`, and all float labels."""
+    if every or labels.is_floating_point():
         return torch.tensor(labels.numel())
     labelled, mask = labels != IGNORED, batch.get("attention_mask")
     of_padded_tokens = mask is not None and labels.dim() == 2 and mask.shape == labels.shape
