@@ -24,7 +24,7 @@ struct PackedLinear {
   const void* x;       // (rows, inner) of x_dtype, rows x_stride elements apart
   const void* weight;  // packed
   const float* scale;  // for int8 weights: (2, channels), the factor of each channel, then the sum of its weights
-  const float* bias;   // (channels,), or null
+  const void* bias;    // (channels,) of floats, or null
   void* y;             // (rows, channels) of y_dtype, rows y_stride elements apart
   int64_t rows, inner, channels, x_stride, y_stride;
   DType x_dtype, y_dtype;  // f32, bf16 or f16
@@ -58,9 +58,10 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);
     void packed_left(const PackedLinear& op, int64_t begin, int64_t end);
 
-    // Packs a float weight (channels, inner), or with `across` (inner, channels), whose rows are `stride` numbers
-    // apart.
-    void pack_weight(const float* weight, int64_t stride, bool across, int64_t inner, int64_t channels, float* packed);
+    // Packs a weight (channels, inner) of floats, or (inner, channels) with `across`; or of bf16 where a group has two,
+    // with even `inner` and not across. Its rows are `stride` numbers apart.
+    void pack_weight(Weights weights, const void* weight, int64_t stride, bool across, int64_t inner, int64_t channels,
+                     void* packed);
 
     // The bytes of a thread's scratch.
     int64_t packed_scratch();
@@ -68,10 +69,11 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // where `channel` is a multiple of packed_width().
     void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                        void* scratch);
-    // The same for floats and all channels, with the factors exchanged: x is the weight, and `weight` the packed rows
-    // that it multiplies, which are the channels here. y is (channels, rows), bias (rows,). next: rows of x that the
-    // thread reads next. inner is at least 1.
-    void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch);)
+    // The same for all channels, with the factors exchanged: x is the weight, and `weight` the packed rows that it
+    // multiplies, which are the channels here. All are floats or, in the set avx512_bf16, bf16 with even `inner`. y is
+    // (channels, rows), bias (rows,) of y's type. next: rows of x that the thread reads next. inner is at least 1.
+    // turned_rows(): the rows to take at a time, whole tiles and vectors.
+    int64_t turned_rows(); void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch);)
 
 }  // namespace cpu
 

@@ -112,6 +112,7 @@ inline OptionalTensor as_math(const OptionalTensor& parameter, const Tensor& x) 
   return parameter ? std::optional(as_math(*parameter, x)) : std::nullopt;
 }
 
+inline const char* bytes_of(const Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); }
 inline const void* data(const OptionalTensor& tensor) { return tensor ? tensor->const_data_ptr() : nullptr; }
 
 // The number of rows that a product is computed for: `rows` rounded up to whole blocks, on which oneDNN is fast. There

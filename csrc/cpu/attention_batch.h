@@ -15,8 +15,6 @@ namespace fastbert {
 
 constexpr int64_t kFewestQueries = cpu::kAttentionQueries / 2;  // of a part of a task; parts begin at multiples of it
 
-inline const char* bytes_of(const Tensor& t) { return static_cast<const char*>(t.const_data_ptr()); }
-
 // The arguments of a call, checked, for all of its tasks.
 struct Batch {
   int64_t tokens, heads, D, sequences, longest = 0, covered = 0;

@@ -81,6 +81,12 @@ bool has_few_rows(const Tensor& x, const Tensor& weight) {
   return rows > 0 && rows <= most;
 }
 
+// Whether packed rows, where they are packed, take less time than few_rows: in pairs, if few_rows has to add up its
+// lanes often.
+bool packed_before_few(const Tensor& weight, int64_t rows) {
+  return type_of(weight) == ScalarType::BFloat16 && rows >= 28 && weight.size(1) <= 1024;
+}
+
 // For 16-bit types that torch has no fast product of.
 bool use_own_product(const Tensor& x, const Tensor& weight) {
   return library_is_missing(type_of(x)) && FB_BEST_ISA(few_rows) && x.numel() > 0 && weight.numel() > 0 &&
@@ -109,8 +115,10 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
 
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const NoGrad guard;
-  const bool few = has_few_rows(x, weight), own = !few && use_own_product(x, weight),
-             packing = !few && !own && user_wants_onednn() && use_packing_product(x, {weight, true});
+  const int64_t count = count_rows(x.sizes());
+  const bool packs = user_wants_onednn() && use_packing_product(type_of(x), count, {weight, true}),
+             few = !(packs && packed_before_few(weight, count)) && has_few_rows(x, weight),
+             own = !few && use_own_product(x, weight), packing = packs && !few && !own;
   if (!few && !own && !packing && !use_onednn(x, weight)) {
     const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
     return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place

@@ -12,16 +12,6 @@ namespace fastbert {
 
 namespace {
 
-// MKL uses no more than AVX2 on processors that are not Intel's (docs/linear.md), so with AVX-512 our loops are faster.
-bool mkl_is_slow() {
-#ifdef __x86_64__
-  static const bool amd = __builtin_cpu_is("amd");
-  return amd && cpu::best_isa() >= cpu::Isa::avx512;
-#else
-  return false;
-#endif
-}
-
 // The answer of an operator that has no arguments, or false if this build of torch does not have it.
 [[maybe_unused]] bool answer_of(const char* name) {
   StableIValue answer[1]{};
@@ -35,6 +25,15 @@ bool is_in_rows(const Tensor& x) {
 }
 
 }  // namespace
+
+bool is_amd_with_avx512() {
+#ifdef __x86_64__
+  static const bool amd = __builtin_cpu_is("amd");
+  return amd && cpu::best_isa() >= cpu::Isa::avx512;
+#else
+  return false;
+#endif
+}
 
 Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias) {
   const int64_t rows = a.rows(), columns = b.columns();
@@ -84,9 +83,10 @@ Tensor matrix_product(const Tensor& a, bool a_transposed, const Tensor& b) {
     const bool is_float = type == ScalarType::Float, is_small = rows * inner * columns <= kSmallProduct;
     if (is_float && is_small && has_blas() && std::max(row_stride(a), row_stride(b)) <= INT_MAX)
       return small_product({a, a_transposed}, {b, false}, nullptr);
-    const bool own = is_float ? mkl_is_slow() && std::min({rows, inner, columns}) >= kThin : library_is_missing(type);
+    const bool own =
+        is_float ? is_amd_with_avx512() && std::min({rows, inner, columns}) >= kThin : library_is_missing(type);
     if (own && FB_BEST_ISA(matrix_product)) return own_product({a, a_transposed}, {b, false}, nullptr);
-    if (!a_transposed && rows >= kThin && use_packing_product(a, {b, false}))
+    if (!a_transposed && rows >= kThin && use_packing_product(type, rows, {b, false}))
       return packing_product(a, {b, false}, nullptr);
   }
   return call("aten::mm", "", a_transposed ? transposed(a) : a, b);

@@ -10,6 +10,9 @@ namespace fastbert {
 // Products of up to this many multiplications call MKL directly (docs/linear.md has the measurement).
 constexpr int64_t kSmallProduct = 1 << 20;
 
+// Whether this is a processor with AVX-512 that is not Intel's: MKL uses no more than AVX2 there (docs/linear.md).
+bool is_amd_with_avx512();
+
 // Products with fewer rows, columns or steps than this leave most of a panel or tile of our loops empty.
 constexpr int64_t kThin = 16;
 
@@ -37,9 +40,10 @@ Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias);
 // The same by csrc/cpu/loops/matrix_product.cpp, in any type but float64.
 Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias);
 
-// The same by csrc/cpu/loops/packed_linear.cpp, in float32, and whether it is faster than the libraries even though it
-// packs a factor in each call. The rows of a are contiguous and do not overlap.
-bool use_packing_product(const Tensor& a, const Factor& b);
+// The same by csrc/cpu/loops/packed_linear.cpp, in float32 or bfloat16, and whether it is faster than the libraries
+// even though it packs a factor in each call: for `rows` rows of a, which has this type. The rows of a are contiguous
+// and do not overlap.
+bool use_packing_product(ScalarType type, int64_t rows, const Factor& b);
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias);
 
 // a b, or a^T b if transposed. Like at::mm, but small float32 products call MKL directly, and our own loops multiply

@@ -1,4 +1,4 @@
-// Products in float32 by the loops of packed weights, which pack one of the factors in each call.
+// Products in float32 and bfloat16 by the loops of packed weights, which pack one of the factors in each call.
 #include "../packed_linear.h"
 #include "../tensor.h"
 #include "matrix_product.h"
@@ -8,12 +8,12 @@ namespace fastbert {
 
 namespace {
 
-// What a product of the rows of x, in float and without GELU, is known to be before the other factor is packed.
+// What a product of the rows of x, without GELU, is known to be before the other factor is packed.
 cpu::PackedLinear product_of_rows(const Tensor& x, const Tensor& y) {
   cpu::PackedLinear op{};
   op.x = x.const_data_ptr(), op.x_stride = row_stride(x), op.rows = x.size(0), op.inner = x.size(1);
-  op.y = y.mutable_data_ptr(), op.y_stride = y.size(1), op.x_dtype = op.y_dtype = DType::f32;
-  op.weights = Weights::f32, op.gelu = Gelu::none;
+  op.y = y.mutable_data_ptr(), op.y_stride = y.size(1), op.x_dtype = op.y_dtype = dtype_of(x);
+  op.weights = type_of(x) == ScalarType::Float ? Weights::f32 : Weights::bf16, op.gelu = Gelu::none;
   return op;
 }
 
@@ -52,47 +52,54 @@ struct PackingProduct {
     for (int64_t column = all.column; column < all.column_end; column += at_once) {
       part.channels = std::min(at_once, all.column_end - column);
       part.y = c + column, part.bias = bias ? bias + column : nullptr;
-      FB_BEST_ISA(pack_weight)(b_at(column), b_stride, across, op.inner, part.channels, packed);
+      FB_BEST_ISA(pack_weight)(op.weights, b_at(column), b_stride, across, op.inner, part.channels, packed);
       for (int64_t row = all.row; row < all.row_end; row += block)
         FB_BEST_ISA(packed_linear)(part, row, std::min(row + block, all.row_end), 0, part.channels, scratch);
     }
   }
 };
 
-constexpr int64_t kTurnedRows = 24;  // rows of b's matrix that are multiplied at a time: whole tiles of 6 or 12
+// With AVX2 ours is faster in float32. With AVX-512 it is if the rows are packed, and only AMD's were measured.
+bool packs_either_factor() { return cpu::best_isa() == cpu::Isa::avx2 || cpu::best_isa() == cpu::Isa::avx2_vnni; }
 
-// Whether to pack a rather than b: if that is little beside the product, a nearly fills its panels, and all threads
-// have enough rows of b's matrix (docs/linear.md).
-bool packs_rows(const Tensor& a, const Factor& b) {
-  constexpr int64_t kMostRows = 192;
-  const int64_t rows = a.size(0), width = FB_BEST_ISA(packed_width)(), whole = round_up(rows, width);
-  return b.transposed && rows <= std::min(kMostRows, b.columns() / 5) && 8 * whole <= 9 * rows &&
-         b.columns() >= 2 * kTurnedRows * threads();
+// Whether to pack the rows of a rather than b: if that is little beside the product, they nearly fill their vectors,
+// and all threads have enough rows of b's matrix. docs/linear.md has the measurements behind these numbers.
+bool packs_rows(ScalarType type, int64_t rows, const Factor& b) {
+  constexpr int64_t kNear = 1 << 20;  // bytes of the second-level cache
+  const int64_t width = FB_BEST_ISA(packed_width)(), inner = b.rows(), columns = b.columns();
+  const auto are_few = [&](int64_t most) { return rows <= std::min(most, columns / 5); };
+  // Whether at most one of `among` numbers is none of the rows'.
+  const auto fill = [&](int64_t lanes, int64_t among) { return (among - 1) * round_up(rows, lanes) <= among * rows; };
+  if (!b.transposed || columns < 2 * FB_BEST_ISA(turned_rows)() * threads()) return false;
+  if (packs_either_factor()) return are_few(192) && fill(width, 9);
+  if (!is_amd_with_avx512() || rows * inner * b.matrix.element_size() > kNear) return false;
+  if (type == ScalarType::BFloat16) return are_few(384) && fill(width / 2, 6) && inner <= columns;
+  return are_few(192) && fill(width / 2, 10) && 2 * inner <= columns;
 }
 
 // The product with a packed: the loops multiply rows of b's matrix by all rows of a. The bits are the same as with b
 // packed, because each element is the same sum.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = a.size(0), inner = a.size(1), columns = b.size(0), width = FB_BEST_ISA(packed_width)();
-  const int64_t panels = divide_up(rows, width), panel = width * inner;
+  const int64_t panels = divide_up(rows, width), panel = width * inner, size = a.element_size();
+  const int64_t at_once = FB_BEST_ISA(turned_rows)();
   const Tensor c = empty_rows({rows, columns}, a);
-  const Scratch memory(panels * panel * int64_t(sizeof(float)));
-  float* const packed = static_cast<float*>(memory.get());
-  const float *const a_rows = a.const_data_ptr<float>(), *const b_rows = b.const_data_ptr<float>();
-  parallel_for(panels, std::max<int64_t>(1, grain() / panel), [&](int64_t begin, int64_t end) {
-    const int64_t row = begin * width, count = std::min(end * width, rows) - row;
-    FB_BEST_ISA(pack_weight)
-    (a_rows + row * row_stride(a), row_stride(a), false, inner, count, packed + begin * panel);
-  });
+  const Scratch memory(panels * panel * size);
+  char* const packed = static_cast<char*>(memory.get());
   cpu::PackedLinear op = product_of_rows(b, c);
-  op.channels = rows, op.weight = packed, op.bias = bias ? bias->const_data_ptr<float>() : nullptr;
-  ProductBlocks{rows, inner, columns, rows, kTurnedRows}.run(
+  op.channels = rows, op.weight = packed, op.bias = bias ? bias->const_data_ptr() : nullptr;
+  parallel_for(panels, std::max<int64_t>(1, grain() / panel), [&](int64_t begin, int64_t end) {
+    const int64_t row = begin * width, count = std::min(end * width, rows) - row, stride = row_stride(a);
+    FB_BEST_ISA(pack_weight)
+    (op.weights, bytes_of(a) + row * stride * size, stride, false, inner, count, packed + begin * panel * size);
+  });
+  ProductBlocks{rows, inner, columns, rows, at_once}.run(
       FB_BEST_ISA(packed_scratch)(), [&](const ProductBlocks::Block& all, void* scratch) {
         cpu::PackedLinear part = op;
         for (int64_t row = all.column, end; row < all.column_end; row = end) {
-          end = std::min(row + kTurnedRows, all.column_end);
+          end = std::min(row + at_once, all.column_end);
           const int64_t next = end < all.column_end ? end : all.next;
-          part.next = next < columns ? b_rows + next * op.x_stride : nullptr;
+          part.next = next < columns ? bytes_of(b) + next * op.x_stride * size : nullptr;
           FB_BEST_ISA(turned_linear)(part, row, end, scratch);
         }
       });
@@ -101,16 +108,17 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
 
 }  // namespace
 
-// Ours is faster with AVX2. With AVX-512 only Zen 4 was measured, and the libraries are faster there (docs/linear.md).
-bool use_packing_product(const Tensor& a, const Factor& b) {
-  const cpu::Isa isa = cpu::best_isa();
-  return (isa == cpu::Isa::avx2 || isa == cpu::Isa::avx2_vnni) && type_of(a) == ScalarType::Float &&
-         type_of(b.matrix) == ScalarType::Float && a.numel() > 0 && std::min(b.rows(), b.columns()) >= kThin;
+bool use_packing_product(ScalarType type, int64_t rows, const Factor& b) {
+  const int64_t inner = b.rows();
+  if (type_of(b.matrix) != type || rows == 0 || std::min(inner, b.columns()) < kThin) return false;
+  const bool pairs = type == ScalarType::BFloat16 && inner % 2 == 0 && cpu::best_isa() == cpu::Isa::avx512_bf16;
+  if (type != ScalarType::Float && !pairs) return false;
+  return packs_either_factor() || packs_rows(type, rows, b);
 }
 
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
-  if (packs_rows(a, b)) return turned_product(a, b.matrix, bias);
   const int64_t columns = b.columns();
+  if (packs_rows(type_of(a), a.size(0), b)) return turned_product(a, b.matrix, bias);
   const Tensor c = empty_rows({a.size(0), columns}, a);
   PackingProduct product{};
   product.op = product_of_rows(a, c);

@@ -4,6 +4,7 @@ import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,6 +164,11 @@ def test_few_rows_have_the_same_bits_in_any_company_and_with_any_number_of_threa
     assert_same_bits_in_any_company(dtype, shape, fewer=(1, shape[0] // 3 + 1), threads=(1, 2, 3, 5))
 
 
+def amd_with_avx512():
+    cpu_set = backends.build_info().get("cpu_set") or ""
+    return cpu_set.startswith("avx512") and "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+
+
 packs_in_each_call = pytest.mark.skipif(
     backends.build_info().get("cpu_set") not in ("avx2", "avx2_vnni"), reason="elsewhere libraries compute"
 )
@@ -188,6 +194,25 @@ def test_rows_have_the_same_bits_whether_they_or_the_weights_are_packed(inner):
     for few in rows:
         assert_same_bits_in_any_company(torch.float32, (few, inner, 970), fewer=(), threads=(1, 2, 3, 20, 40))
     testing.assert_accurate(ops.linear, F.linear, [F.linear, testing.onednn_linear], inputs | {"x": inputs["x"][:127]})
+
+
+@pytest.mark.skipif(not amd_with_avx512(), reason="elsewhere libraries compute, or rows and weights are packed")
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rows", "inner"),
+    [(torch.float32, 64, 301), (torch.float32, 73, 768)]
+    + [(torch.bfloat16, rows, inner) for rows, inner in ((28, 768), (48, 1024), (64, 302), (67, 768), (201, 768))],
+    ids=str,
+)
+def test_packed_rows_have_the_same_bits_with_any_number_of_threads(dtype, rows, inner, bias):
+    if dtype == torch.bfloat16 and backends.build_info()["cpu_set"] != "avx512_bf16":
+        pytest.skip("multiplies no pairs")
+    inputs = assert_same_bits_in_any_company(dtype, (rows, inner, 1700), fewer=(), threads=(1, 2, 3, 17))
+    if not bias:
+        inputs["bias"] = None
+    testing.assert_accurate(ops.linear, F.linear, [F.linear], inputs)
+    as_rows_of_texts = ops.linear(**inputs | {"x": inputs["x"].view(1, rows, inner)})
+    assert torch.equal(as_rows_of_texts[0], ops.linear(**inputs))
 
 
 @packs_in_each_call

@@ -479,8 +479,7 @@ struct PackedLayer {
     for (const bool across : {false, true}) {
       const Bytes plain = as(across ? transposed : weight, DType::f32);
       Bytes made(expected.size());
-      loops::pack_weight(reinterpret_cast<const float*>(plain.data()), across ? channels : inner, across, inner,
-                         channels, reinterpret_cast<float*>(made.data()));
+      loops::pack_weight(weights, plain.data(), across ? channels : inner, across, inner, channels, made.data());
       if (made == expected) continue;
       ++differences;
       fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
@@ -543,29 +542,37 @@ struct PackedLayer {
     return {left, y};
   }
 
+  // Whether turned_linear takes it.
+  bool is_turned() const {
+#ifdef FB_TILES
+    const bool pairs = false;
+#else
+    const bool pairs = group == 2 && weights == Weights::bf16 && inner % 2 == 0;
+#endif
+    return inner &&
+           (weights == Weights::f32 ? dtype == DType::f32 : dtype == DType::bf16 && weights == Weights::bf16 && pairs);
+  }
+
   void check_integers(const Bytes& y, int with) const {
     if (y == in_integers(with)) return;
     ++differences;
     fprintf(stderr, "%d rows, %d to %d: not what integers give\n", int(rows), int(inner), int(channels));
   }
 
-  // With the rows of x packed in place of the weight, in float.
+  // With the rows of x packed in place of the weight.
   void check_turned(int threads) const {
-    constexpr int64_t kUnit = 24;
-    const Bytes elements = as(x, DType::f32), weights_ = as(weight, DType::f32), biases = as(bias, DType::f32);
-    Bytes packed_x((rows + width - 1) / width * width * inner * int64_t(sizeof(float))), y;
-    loops::pack_weight(reinterpret_cast<const float*>(elements.data()), inner, false, inner, rows,
-                       reinterpret_cast<float*>(packed_x.data()));
-    y = filled(rows * (channels + gap), DType::f32, threads);
-    const auto* const b = reinterpret_cast<const float*>(biases.data());
-    const cpu::PackedLinear op{weights_.data(), packed_x.data(), nullptr,      b,          y.data(),
-                               channels,        inner,           rows,         inner,      channels + gap,
-                               DType::f32,      DType::f32,      Weights::f32, Gelu::none, nullptr,
-                               nullptr,         weights_.data()};
-    in_threads(threads, (channels + kUnit - 1) / kUnit, [&](int64_t begin, int64_t end) {
+    const int64_t unit = loops::turned_rows();
+    const Bytes elements = as(x, dtype), weights_ = as(weight, dtype), biases = as(bias, dtype);
+    Bytes packed_x((rows + width - 1) / width * width * inner * size_of(dtype)),
+        y = filled(rows * (channels + gap), dtype, threads);
+    loops::pack_weight(weights, elements.data(), inner, false, inner, rows, packed_x.data());
+    const cpu::PackedLinear op{
+        weights_.data(), packed_x.data(), nullptr, biases.data(), y.data(),   channels, inner,   rows,           inner,
+        channels + gap,  dtype,           dtype,   weights,       Gelu::none, nullptr,  nullptr, weights_.data()};
+    in_threads(threads, (channels + unit - 1) / unit, [&](int64_t begin, int64_t end) {
       Bytes scratch(loops::packed_scratch(), char(threads));
-      for (int64_t row = begin * kUnit; row < std::min(end * kUnit, channels); row += kUnit)
-        loops::turned_linear(op, row, std::min(row + kUnit, channels), scratch.data());
+      for (int64_t row = begin * unit; row < std::min(end * unit, channels); row += unit)
+        loops::turned_linear(op, row, std::min(row + unit, channels), scratch.data());
     });
     ++checks;
     check_integers(y, threads);
@@ -576,7 +583,7 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   const auto check = [&](int64_t rows, int64_t inner, int64_t channels, bool extreme = false) {
     const PackedLayer layer(rows, inner, channels, dtype, weights, extreme);
     if (weights == Weights::f32) layer.check_packing();
-    if (weights == Weights::f32 && dtype == DType::f32 && inner) layer.check_turned(2);
+    if (layer.is_turned()) layer.check_turned(2);
     for (const Gelu gelu : {Gelu::none, Gelu::erf, Gelu::tanh})
       same(name("packed_linear", inner, dtype, kind) + " to " + std::to_string(channels),
            [&](int threads) { return layer.run(threads, gelu); });

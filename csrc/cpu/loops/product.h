@@ -4,7 +4,8 @@
 // one chain through all blocks would lose precision. (The matrix unit instead starts from the existing sums: what that
 // loses is small beside bf16's rounding, and int8 sums are exact.)
 //
-// A tile of the result, a few rows by one panel of the right factor, is accumulated in registers.
+// A tile of the result, a few rows by one panel of the right factor or by the first vector of one, is accumulated in
+// registers.
 #pragma once
 
 #include "tile_product.h"
@@ -42,21 +43,21 @@ struct TileLeft {
   }
 };
 
-template <int rows, Onto what, bool across, class E, class A = NothingAhead, class M = sum_t<E>>
+template <int rows, int vectors, Onto what, bool across, class E, class A = NothingAhead, class M = sum_t<E>>
 inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t stride, const M* factors, A ahead = {}) {
   using V = vec<M>;
   constexpr int L = kLanes<E>;
   TileLeft<rows, across, E> left_rows(a);
-  V sums[rows][2]{};
+  V sums[rows][vectors]{};
   for (int64_t k = 0, end; k < inner; k = end) {
     end = least(k + ahead.undisturbed(), inner);
     for (int64_t step = k; step < end; ++step, b += 2 * L, left_rows.advance()) {
-      const vec<E> first = load(b), second = load(b + L);
+      const vec<E> right[2]{load(b), vectors == 2 ? load(b + L) : vec<E>{}};
 #pragma GCC unroll 12
       for (int row = 0; row < rows; ++row) {
         const vec<E> left = broadcast(left_rows.at(row));
-        sums[row][0] = fma(left, first, sums[row][0]);
-        sums[row][1] = fma(left, second, sums[row][1]);
+#pragma GCC unroll 2
+        for (int half = 0; half < vectors; ++half) sums[row][half] = fma(left, right[half], sums[row][half]);
       }
     }
     ahead.fetch(end - k);
@@ -64,22 +65,26 @@ inline void tile(Left<across, E> a, const E* b, int64_t inner, M* c, int64_t str
 #pragma GCC unroll 12
   for (int row = 0; row < rows; ++row)
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) put<what>(sums[row][half], c + row * stride + half * L, factors + row);
+    for (int half = 0; half < vectors; ++half) put<what>(sums[row][half], c + row * stride + half * L, factors + row);
 }
 
 // Calls f(count, row) for each tile of `count` rows; count is a compile-time constant. A tile of two rows takes as long
 // as one of four, so where tiles have up to six rows, eight or nine rows become two tiles of four, not six and two.
-template <class F>
+template <int most = kTile, class F>
 inline void for_tiles(int64_t rows, const F& f) {
   int64_t row = 0;
   const auto run = [&](auto count) {
     for (; row + count <= rows && (count != 6 || (rows - row) / 2 != 4); row += count) f(count, row);
   };
+  if constexpr (most != kTile) run(Slot<most>{});
   run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
 }
 
+constexpr int kNarrowTile = 12;  // rows of a tile one vector wide: enough sums to hide a multiply-add's latency
+
 // c (rows, whole panels) = a (rows, inner) times the first `inner` rows of b. ahead: the prefetches during each panel.
-template <Onto what, bool across, class E, class A = NothingAhead>
+// vectors: 1 if only the first vector of each panel is wanted; that of c beside it may or may not be written.
+template <Onto what, bool across, class E, class A = NothingAhead, int vectors = 2>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Panels<E> b, sum_t<E>* c, int64_t stride,
              const sum_t<E>* factors = nullptr, A ahead = {}) {
   if constexpr (kTiles && kSame<E, pair> && across) {
@@ -92,10 +97,10 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Pa
       tile_product<what>(rows, inner, TileRows<false, pair>{a.data, a.stride}, panel, c + column, stride, factors,
                          ahead);
     } else {
-      for_tiles(rows, [&](auto count, int64_t row) {
+      for_tiles<vectors == 2 ? kTile : kNarrowTile>(rows, [&](auto count, int64_t row) {
         const Left<across, E> left{a.at(row), a.stride};
-        tile<count, what>(left, panel, inner, c + row * stride + column, stride, factors + row,
-                          ahead.share(row, count, rows, inner));
+        tile<count, vectors, what>(left, panel, inner, c + row * stride + column, stride, factors + row,
+                                   ahead.share(row, count, rows, inner));
       });
     }
   }
