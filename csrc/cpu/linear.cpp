@@ -56,7 +56,8 @@ Tensor in_whole_blocks(const Tensor& x) {
 
 // Whether the product takes less time than oneDNN's preparation for it, which is repeated in each call.
 bool is_small(const Tensor& rows, const Tensor& weight) {
-  return has_blas() && weight.numel() > 0 && rows.size(0) * weight.numel() <= kSmallProduct;
+  return has_blas() && type_of(weight) == ScalarType::Float && weight.numel() > 0 &&
+         rows.size(0) * weight.numel() <= kSmallProduct;
 }
 
 constexpr int64_t kFewRows = 48;
