@@ -15,7 +15,6 @@ import inspect
 import os
 import shutil
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -26,6 +25,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+from fastbert.warn import warn
 
 BACKENDS = ("reference", "cpu", "triton", "cuda")
 LIBRARIES = ("varlen",)  # other people's kernels, each for one op; they run only when asked for by name
@@ -628,7 +629,7 @@ def _announce_missing_extension() -> None:
     global _announced
     if EXTENSION is None and not _announced:
         _announced = True
-        warnings.warn(f"{EXTENSION_PROBLEM}; until then other backends run", RuntimeWarning, stacklevel=4)
+        warn(f"{EXTENSION_PROBLEM}; until then other backends run", RuntimeWarning)
 
 
 def explain() -> None:

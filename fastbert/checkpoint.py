@@ -9,7 +9,6 @@ import hashlib
 import json
 import pickle
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from fastbert.config import BertConfig
 from fastbert.families import BY_MODEL_TYPE, OURS, Family, Head
 from fastbert.files import replacing, write_text
 from fastbert.ops.checks import FLOATS
+from fastbert.warn import warn
 
 _PARTS = ("query", "key", "value")
 BODY = ("embeddings.", "encoder.", "pooler.")  # prefixes of all names in a bare BertModel
@@ -404,10 +404,7 @@ def interrupted_save(directory: Path, metadata: Mapping[str, str]) -> str | None
     given, replaced = metadata.get("config"), metadata.get("replaces")
     if given is None or replaced != _digest(directory / "config.json") or replaced == _digest(given):
         return None
-    warnings.warn(
-        f"{directory}: saving was interrupted after the weights; the configuration is theirs, not that in config.json",
-        stacklevel=4,
-    )
+    warn(f"{directory}: saving was interrupted after the weights; the configuration is theirs, not that in config.json")
     return given
 
 

@@ -14,7 +14,6 @@ losses and checkpoints are those of `transformers`; the computation runs on pack
 """
 
 import copy
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +41,7 @@ from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, find_labelled_rows
 from fastbert.ops.numbers import wide
 from fastbert.padding import Packing, packed_positions
+from fastbert.warn import warn
 
 IGNORED = -100  # the label of tokens and sequences without a label
 SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
@@ -262,7 +262,7 @@ class _BertWithHead(Saveable):
             state |= {name: self._new_parameter(name, expected[name].shape, dtype) for name in new}
             names = ", ".join(checkpoint.to_hugging_face_names(new, self._names))
             lacks = "has no fitting" if ignore_mismatched_sizes else "lacks"
-            warnings.warn(f"{directory} {lacks} {names}: initialised anew, to be trained", stacklevel=4)
+            warn(f"{directory} {lacks} {names}: initialised anew, to be trained")
         return state
 
     def _new_dropout(self) -> nn.Dropout | None:

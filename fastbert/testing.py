@@ -11,12 +11,13 @@ of the tensor's dtype:
 FlashAttention's tests use a similar rule: an error of at most a small multiple of PyTorch's.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from fastbert.warn import warn
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ def _evaluate_those_that_run(
     if failures and not results:
         raise RuntimeError("none of PyTorch's implementations can run this call:\n" + "\n".join(failures))
     for failure in failures:
-        warnings.warn(f"left out of the accuracy rule: {failure}", stacklevel=3)
+        warn(f"left out of the accuracy rule: {failure}")
     return results
 
 

@@ -12,7 +12,6 @@ A directory holds
 import gzip
 import json
 import os
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from torch.utils.data import Dataset
 from fastbert.data.encode import NO_WORD, encodings, vocabulary_hash
 from fastbert.data.tokenizer import Counted, continuation_prefix, copy_of, get_tokenizer, save_tokenizer, text_of
 from fastbert.files import write_text
+from fastbert.warn import warn
 
 # ---- text
 
@@ -142,7 +142,7 @@ def _write(texts: Iterable[str], tokenizer: Any, directory: Path) -> None:
     if row is None:
         raise ValueError("write_tokens: there is no text with tokens; expected at least one")
     if skipped := texts.count - columns["ends"].count:
-        warnings.warn(f"write_tokens: {skipped} of {texts.count} texts have no token: skipped", stacklevel=3)
+        warn(f"write_tokens: {skipped} of {texts.count} texts have no token: skipped")
     before, after = _special_tokens_around(tokenizer, row)
     info = {"before": before, "after": after, "tokens": columns["tokens"].count, "texts": columns["ends"].count}
     write_text(directory / "tokens.json", json.dumps(info))

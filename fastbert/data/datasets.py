@@ -3,7 +3,6 @@
 Examples made of two texts have token types, as the tokenizer assigns them: 0 and 1 for BERT, 0 for RoBERTa.
 """
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from fastbert.data.collator import IGNORED
 from fastbert.data.encode import COLUMNS, NO_WORD, TokenizedDataset, empty_side, encode, encodings, joined
 from fastbert.data.tokenizer import copy_of, strings
+from fastbert.warn import warn
 
 PAIR = ("input_ids", "token_type_ids")
 
@@ -295,9 +295,7 @@ class TokenClassificationDataset(TokenizedDataset):
         found = sum(len(set(self.rows("word_ids", i)) - {NO_WORD}) for i in range(len(self)))
         if found < count:
             outcome = ": their labels are left out" if labelled else ""
-            warnings.warn(
-                f"{owner}: {count - found} of {count} words have no token, or were cut off{outcome}", stacklevel=3
-            )
+            warn(f"{owner}: {count - found} of {count} words have no token, or were cut off{outcome}")
 
 
 def _word_labels(

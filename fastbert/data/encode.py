@@ -4,7 +4,6 @@ import hashlib
 import json
 import operator
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastbert.data.tokenizer import copy_of
+from fastbert.warn import warn
 
 NO_WORD = -1  # word_ids of special tokens
 _LONG = 16  # characters for each token that is kept: English has some 4
@@ -119,7 +119,7 @@ def encode(
     of_all = f"of {seen} {'pairs' if pairs else 'texts'} have"
     for count, what in ((cut, f"more than max_length, {max_length}, tokens: cut there"), (empty, "no token: skipped")):
         if count:
-            warnings.warn(f"{owner}: {count} {of_all} {what}", stacklevel=3)
+            warn(f"{owner}: {count} {of_all} {what}")
     return joined(owner, rows)
 
 
@@ -169,7 +169,7 @@ def cut_encodings(
         (piece,) = pieces(encoding, max_length, split=False)
         yield encoding, piece
     if cut:
-        warnings.warn(f"{cut} of {seen} texts are longer than {max_length} tokens: cut there", stacklevel=5)
+        warn(f"{cut} of {seen} texts are longer than {max_length} tokens: cut there")
 
 
 def _beginning(one: Any, characters: int) -> tuple[Any, int | None]:

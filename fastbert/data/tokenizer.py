@@ -6,7 +6,6 @@ DeBERTa-v3 (BERT's template), which can be read but not trained.
 """
 
 import json
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fastbert import hub
 from fastbert.config import BertConfig
 from fastbert.files import write_text
+from fastbert.warn import warn
 
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
@@ -81,7 +81,7 @@ def get_tokenizer(source: str | Path | Iterable[str | Path]) -> "Tokenizer":
         expected = "no tokenizer.json, vocab.txt or spm.model, and not both vocab.json and merges.txt"
         raise FileNotFoundError(f"{files} has {expected}")
     if "left" in (config.get("truncation_side"), ((tokenizer.truncation or {}).get("direction") or "").lower()):
-        warnings.warn(f"{files}: truncation_side is left; texts that are too long are cut at their ends", stacklevel=2)
+        warn(f"{files}: truncation_side is left; texts that are too long are cut at their ends")
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ from fastbert.graphs.capture import CudaGraphs, ModelSnapshot, Recorder
 from fastbert.model import BertModel, ModelInputs, class_name
 from fastbert.ops import checks
 from fastbert.padding import Packing
+from fastbert.warn import warn
 
 CHECKING = "FASTBERT_CHECK=1 asks for checks that no replay makes"
 
@@ -33,7 +33,7 @@ class Report:
         self.direct[reason] += 1
         if self.direct[reason] == 1:
             message = f"{NAME}: calls run the model without a graph where {reason} (said once)"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            warn(message, RuntimeWarning)
 
     def __str__(self) -> str:
         lines = [f"calls replayed: {self.replays.total()}, run directly: {self.direct.total()}"]

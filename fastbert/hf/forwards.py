@@ -13,7 +13,6 @@ Its only tensors are in its `Kept`, which is empty in a copy.
 import functools
 import inspect
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from fastbert.parts import (
     prepared_parameters,
     probability,
 )
+from fastbert.warn import warn
 
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
@@ -87,7 +87,7 @@ class Report:
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             message = f"fastbert: forwards run transformers' own computation where {reason} (said once)"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warn(message, RuntimeWarning)
 
     def __str__(self) -> str:
         lines = [f"replaced: {name or '(the model)'}: {what}" for name, what in self.replaced.items()]

@@ -1,7 +1,6 @@
 """Hard negatives: texts that an encoder finds similar to an anchor, and that are not among its positives."""
 
 import random
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from fastbert.data.tokenizer import strings
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import nearest
+from fastbert.warn import warn
 
 
 class HardNegatives(NamedTuple):
@@ -94,9 +94,7 @@ def mine_hard_negatives(
         rows += [(anchor, corpus[i], score, negatives) for i, score in zip(places, of_own.tolist(), strict=True)]
     least = 1 if triplets else num_negatives
     if few := sum(len(negatives) < least for *_, negatives in rows):
-        warnings.warn(
-            f"mine_hard_negatives: {few} of {len(rows)} pairs have fewer than {least} negatives: left out", stacklevel=2
-        )
+        warn(f"mine_hard_negatives: {few} of {len(rows)} pairs have fewer than {least} negatives: left out")
     return _result(names, rows, triplets)
 
 

@@ -16,6 +16,7 @@ from fastbert.inference.corpus import Part, Progress, Recipe, write_part
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.require import require
+from fastbert.warn import warn
 
 AHEAD = 2  # parts given to a worker: one is computed, the next one waits
 RETRIES = 5  # how often a part is tried again after its worker died
@@ -62,7 +63,7 @@ class RayEngine:
                 names = " or ".join(sorted(one.path.name for one in its))
                 raise RuntimeError(f"RayEngine: a worker died {RETRIES + 1} times, of {names}: {error}") from error
             for message in messages:
-                warnings.warn(message, stacklevel=4)
+                warn(message)
             free.append(worker)
             if progress:
                 progress(len(part.texts))

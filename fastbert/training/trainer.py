@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -36,6 +35,7 @@ from fastbert.training.state import (
     set_random_state,
     set_seed,
 )
+from fastbert.warn import warn
 
 Callback = Callable[["AMPTrainer", str, dict[str, float]], Any]
 _COUNTERS = ("step", "skipped_steps", "epoch", "position")
@@ -509,7 +509,7 @@ class AMPTrainer:
             if name in state:  # `best` may be missing, if the earlier trainer had none
                 part.load_state_dict(state[name])
         if given != (rates := _rates(self.optimizer.param_groups)):
-            warnings.warn(f"{path}: learning rates are the checkpoint's, {rates}, instead of {given}", stacklevel=2)
+            warn(f"{path}: learning rates are the checkpoint's, {rates}, instead of {given}")
         if isinstance(self.scheduler, LambdaLR):
             _follow_functions(self.scheduler)
         there = Path(state.get("best_directory") or Path(path).parent)
@@ -524,10 +524,9 @@ class AMPTrainer:
             set_random_state(own["random"], self.device)
         else:
             self.position = 0
-            warnings.warn(
+            warn(
                 f"{path} was written by {len(everyone)} processes and is read by {self.processes}: the epoch starts "
-                "again, with new random numbers",
-                stacklevel=2,
+                "again, with new random numbers"
             )
         if new_epoch and self.position:
             self._end_epoch()

@@ -133,8 +133,9 @@ def test_reasons_say_what_was_met(reason):
     original, model, report, inputs = pair(dtype=torch.float32)
     for each in (original, model):
         REASONS[reason](each)
-    with pytest.warns(RuntimeWarning, match=reason):
+    with pytest.warns(RuntimeWarning, match=reason) as said:
         assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert [warning.filename for warning in said] == [__file__]
     assert_fell_back(report, reason)
 
 
