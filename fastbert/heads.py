@@ -26,6 +26,7 @@ from typing_extensions import Self, Unpack
 from fastbert import checkpoint, layer, ops
 from fastbert.config import BertConfig
 from fastbert.families import Head
+from fastbert.labels import IGNORED
 from fastbert.model import (
     BertModel,
     ModelInputs,
@@ -43,7 +44,6 @@ from fastbert.ops.numbers import wide
 from fastbert.padding import Packing, packed_positions
 from fastbert.warn import warn
 
-IGNORED = -100  # the label of tokens and sequences without a label
 SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.figures import new_figure, save_figure
-from fastbert.heads import IGNORED
 from fastbert.inference.vectors import nearest
+from fastbert.labels import IGNORED
 from fastbert.modes import evaluating
 from fastbert.require import require
 from fastbert.training import label_counts, to_device

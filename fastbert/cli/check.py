@@ -27,7 +27,7 @@ from fastbert.auto import classes_of
 from fastbert.checkpoint import Checkpoint
 from fastbert.config import BertConfig
 from fastbert.files import write_text
-from fastbert.heads import IGNORED
+from fastbert.labels import IGNORED
 from fastbert.model import BertModel, Saveable
 from fastbert.testing import Result, Row
 

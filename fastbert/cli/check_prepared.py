@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fastbert.cli.check import Line, Run, Sample, Subject, Yardstick, make_sample, predict, print_whole, rule
 from fastbert.cli.check import write_report as write_values
-from fastbert.heads import IGNORED
+from fastbert.labels import IGNORED
 from fastbert.preparation import prepare
 from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear, home
 

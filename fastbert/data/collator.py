@@ -13,12 +13,11 @@ from torch import Tensor
 
 from fastbert.data.sampler import mixed
 from fastbert.data.tokenizer import continuation_prefix, copy_of, special_token_id
+from fastbert.labels import IGNORED, PAIRS, POSITIONS
 from fastbert.ops.padding import cu_seqlens_of
 
-IGNORED = -100  # the label that no loss counts
 _OF_TOKENS = ("input_ids", "token_type_ids", "attention_mask", "special_tokens_mask")
 _LABELS = ("labels", "label", "label_ids")  # names in common data sets
-_OF_SEQUENCES = ("next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
 
 
 class PackingCollator:
@@ -128,7 +127,7 @@ class PackingCollator:
             tokens["labels"], labels = _flat("labels", labels, lengths), None
         tokens, lengths = _without_padding(tokens, lengths)
         self._check_sizes(lengths)
-        others = {name: _stacked(column) for name in _OF_SEQUENCES if (column := column_of(name, examples))}
+        others = {name: _stacked(column) for name in (*PAIRS, *POSITIONS) if (column := column_of(name, examples))}
         if labels is not None:
             others["labels"] = labels
         special, words = tokens.pop("special_tokens_mask"), tokens.pop("word_ids", None)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastbert.data.collator import IGNORED
 from fastbert.data.encode import COLUMNS, NO_WORD, TokenizedDataset, empty_side, encode, encodings, joined
 from fastbert.data.tokenizer import copy_of, strings
+from fastbert.labels import IGNORED, POSITIONS
 from fastbert.warn import warn
 
 PAIR = ("input_ids", "token_type_ids")
@@ -365,8 +365,7 @@ class QADataset(TokenizedDataset):
         super().__init__(columns, lengths, tokenizer)
         if spans is not None:
             found = [self._places(i, *spans[example]) for i, example in enumerate(self.example_index)]
-            names = ("start_positions", "end_positions")
-            self._of_examples = dict(zip(names, np.array(found, np.int64).reshape(-1, 2).T, strict=True))
+            self._of_examples = dict(zip(POSITIONS, np.array(found, np.int64).reshape(-1, 2).T, strict=True))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         example = super().__getitem__(index)

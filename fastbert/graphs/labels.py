@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from fastbert.graphs.buckets import NAME, Bucket, Field, size_of
 from fastbert.graphs.forward import LOGITS_OF_TOKENS
 from fastbert.heads import (
-    IGNORED,
     BertForMaskedLM,
     BertForNextSentencePrediction,
     BertForPreTraining,
@@ -18,13 +17,11 @@ from fastbert.heads import (
     BertForSequenceClassification,
     Body,
 )
+from fastbert.labels import IGNORED, NAMES, PAIRS, POSITIONS
 from fastbert.ops import checks
 from fastbert.ops.padding import places
 from fastbert.padding import Packing
 
-PAIRS = ("next_sentence_label", "sentence_order_label")
-POSITIONS = ("start_positions", "end_positions")
-NAMES = ("labels", *PAIRS, *POSITIONS)
 BEYOND = 2**31 - 1  # a position beyond every text, so the loss ignores it
 
 

@@ -27,6 +27,7 @@ from fastbert import backends, layer, padding, random
 from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
+from fastbert.labels import IGNORED
 from fastbert.parts import (
     EmbeddingParts,
     Kept,
@@ -511,7 +512,7 @@ class HeadForward(Replacement):
             _active.obstacle = "a question-answering loss counts padding"
         if skips and not torch.compiler.is_compiling():  # in compiled code, sizes cannot depend on labels
             labels = inputs["labels"].flatten()
-            _active.rows = (labels != -100).nonzero().squeeze(-1)
+            _active.rows = (labels != IGNORED).nonzero().squeeze(-1)
             inputs["labels"] = labels[_active.rows][None]
         try:
             output = self.original(**inputs)
@@ -532,7 +533,7 @@ def _of_visible_tokens(labels: Tensor, mask: Tensor) -> Tensor:
     """Labels (B, S), -100 at masked tokens. A mask that is no key-padding mask, which only the original takes, masks
     none."""
     if mask.shape == labels.shape:
-        return labels.masked_fill(mask == 0, -100)
+        return labels.masked_fill(mask == 0, IGNORED)
     if mask.dim() != 4 or not (mask.is_floating_point() or mask.dtype == torch.bool):
         return labels
     try:
@@ -540,7 +541,7 @@ def _of_visible_tokens(labels: Tensor, mask: Tensor) -> Tensor:
     except ValueError:
         return labels
     known = only_keys is None or (not torch.compiler.is_compiling() and bool(only_keys))
-    return labels.masked_fill(~visible, -100) if known else labels
+    return labels.masked_fill(~visible, IGNORED) if known else labels
 
 
 def _without_logits(output: Any) -> Any:

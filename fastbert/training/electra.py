@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastbert.heads import IGNORED, BertForMaskedLM, BertForReplacedTokenDetection
+from fastbert.heads import BertForMaskedLM, BertForReplacedTokenDetection
+from fastbert.labels import IGNORED
 from fastbert.model import Saveable, require_class
 from fastbert.ops.numbers import wide
 from fastbert.training.losses import Batch

@@ -8,12 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastbert.heads import IGNORED
+from fastbert.labels import IGNORED, PAIRS, POSITIONS
 from fastbert.modes import evaluating
 from fastbert.ops.numbers import wide
 
 Batch = Mapping[str, Any]
-_OF_PAIRS = ("next_sentence_label", "sentence_order_label")  # BERT's and ALBERT's
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -37,14 +36,12 @@ def label_counts(model: nn.Module, batch: Batch) -> Tensor:
         return unwrapped(model).label_counts(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
     every = _every_number_counts(model)
-    counts = [_labelled(batch[name], batch, every) for name in ("labels", *_OF_PAIRS) if name in batch]
-    if "start_positions" in batch and "end_positions" in batch:
-        counts.append(sum(_answerable(batch[name], batch) for name in ("start_positions", "end_positions")) / 2)
+    counts = [_labelled(batch[name], batch, every) for name in ("labels", *PAIRS) if name in batch]
+    if all(name in batch for name in POSITIONS):
+        counts.append(sum(_answerable(batch[name], batch) for name in POSITIONS) / 2)
     if not counts:
         given = ", ".join(sorted(batch))
-        raise ValueError(
-            f"the batch has {given}; expected labels, {' or '.join(_OF_PAIRS)}, or start_positions and end_positions"
-        )
+        raise ValueError(f"the batch has {given}; expected labels, {' or '.join(PAIRS)}, or {' and '.join(POSITIONS)}")
     return torch.stack(counts).double()
 
 
@@ -79,7 +76,7 @@ def loss_terms(out: Any, batch: Batch) -> Tensor:
     """(K,): the means whose sum is `out.loss`, in the order of `label_counts`."""
     if hasattr(out, "losses"):
         return torch.stack(out.losses)
-    pairs = next((batch[name] for name in _OF_PAIRS if batch.get(name) is not None), None)
+    pairs = next((batch[name] for name in PAIRS if batch.get(name) is not None), None)
     loss = loss_of(out, batch)
     if batch.get("labels") is None or pairs is None:
         return loss.reshape(1)
@@ -147,4 +144,4 @@ def _require_labels(caller: str, batch: Batch) -> Batch:
 
 
 def _without_pairs(batch: Batch) -> Batch:
-    return {name: x for name, x in batch.items() if name not in _OF_PAIRS}
+    return {name: x for name, x in batch.items() if name not in PAIRS}
