@@ -37,6 +37,7 @@ struct PackedLinear {
   const void* next;  // prefetched: the weights that the thread reads after these channels'; null: those that follow
 };
 
+constexpr int64_t kTurnedTiles = 4;
 constexpr int64_t kRowsTogether = 16;  // blocks begin at multiples of it: all but the last are whole AMX tiles
 
 // rows, rounded up to a multiple of kRowsTogether.
@@ -72,7 +73,7 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The same for all channels, with the factors exchanged: x is the weight, and `weight` the packed rows that it
     // multiplies, which are the channels here. All are floats or, in the set avx512_bf16, bf16 with even `inner`. y is
     // (channels, rows), bias (rows,) of y's type. next: rows of x that the thread reads next. inner is at least 1.
-    // turned_rows(): the rows to take at a time, whole tiles and vectors.
+    // turned_rows(): the rows to take at a time, kTurnedTiles tiles and whole vectors.
     int64_t turned_rows(); void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch);)
 
 }  // namespace cpu

@@ -10,7 +10,7 @@ namespace fastbert {
 // Products of up to this many multiplications call MKL directly (docs/linear.md has the measurement).
 constexpr int64_t kSmallProduct = 1 << 20;
 
-// Whether this is a processor with AVX-512 that is not Intel's: MKL uses no more than AVX2 there (docs/linear.md).
+// Whether this is AMD's processor and our loops use AVX-512: MKL uses no more than AVX2 there (docs/linear.md).
 bool is_amd_with_avx512();
 
 // Products with fewer rows, columns or steps than this leave most of a panel or tile of our loops empty.

@@ -59,22 +59,30 @@ struct PackingProduct {
   }
 };
 
-// With AVX2 ours is faster in float32. With AVX-512 it is if the rows are packed, and only AMD's were measured.
+// With AVX2 ours is faster in float32, whichever factor it packs.
 bool packs_either_factor() { return cpu::best_isa() == cpu::Isa::avx2 || cpu::best_isa() == cpu::Isa::avx2_vnni; }
 
-// Whether to pack the rows of a rather than b: if that is little beside the product, they nearly fill their vectors,
-// and all threads have enough rows of b's matrix. docs/linear.md has the measurements behind these numbers.
+// Whether to pack the rows of a rather than b: if that is little beside the product and they nearly fill their vectors;
+// with AVX2, where the bits are the same either way, only if all threads then have enough rows of b's matrix. With
+// AVX-512 only AMD's processors were measured. docs/linear.md has the measurements behind these numbers.
 bool packs_rows(ScalarType type, int64_t rows, const Factor& b) {
   constexpr int64_t kNear = 1 << 20;  // bytes of the second-level cache
   const int64_t width = FB_BEST_ISA(packed_width)(), inner = b.rows(), columns = b.columns();
   const auto are_few = [&](int64_t most) { return rows <= std::min(most, columns / 5); };
   // Whether at most one of `among` numbers is none of the rows'.
   const auto fill = [&](int64_t lanes, int64_t among) { return (among - 1) * round_up(rows, lanes) <= among * rows; };
-  if (!b.transposed || columns < 2 * FB_BEST_ISA(turned_rows)() * threads()) return false;
-  if (packs_either_factor()) return are_few(192) && fill(width, 9);
+  if (!b.transposed) return false;
+  if (packs_either_factor())
+    return are_few(192) && fill(width, 9) && columns >= 2 * FB_BEST_ISA(turned_rows)() * threads();
   if (!is_amd_with_avx512() || rows * inner * b.matrix.element_size() > kNear) return false;
   if (type == ScalarType::BFloat16) return are_few(384) && fill(width / 2, 6) && inner <= columns;
   return are_few(192) && fill(width / 2, 10) && 2 * inner <= columns;
+}
+
+// The rows of b's matrix to take at a time: whole tiles, fewer where threads would have less than two parts each.
+int64_t turned_at_once(int64_t columns) {
+  const int64_t most = FB_BEST_ISA(turned_rows)(), tile = most / cpu::kTurnedTiles;
+  return std::clamp(columns / (2 * threads()) / tile * tile, tile, most);
 }
 
 // The product with a packed: the loops multiply rows of b's matrix by all rows of a. The bits are the same as with b
@@ -82,7 +90,7 @@ bool packs_rows(ScalarType type, int64_t rows, const Factor& b) {
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = a.size(0), inner = a.size(1), columns = b.size(0), width = FB_BEST_ISA(packed_width)();
   const int64_t panels = divide_up(rows, width), panel = width * inner, size = a.element_size();
-  const int64_t at_once = FB_BEST_ISA(turned_rows)();
+  const int64_t at_once = turned_at_once(columns);
   const Tensor c = empty_rows({rows, columns}, a);
   const Scratch memory(panels * panel * size);
   char* const packed = static_cast<char*>(memory.get());
@@ -110,7 +118,8 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
 
 bool use_packing_product(ScalarType type, int64_t rows, const Factor& b) {
   const int64_t inner = b.rows();
-  if (type_of(b.matrix) != type || rows == 0 || std::min(inner, b.columns()) < kThin) return false;
+  if (!FB_BEST_ISA(packed_linear) || type_of(b.matrix) != type || rows == 0 || std::min(inner, b.columns()) < kThin)
+    return false;
   const bool pairs = type == ScalarType::BFloat16 && inner % 2 == 0 && cpu::best_isa() == cpu::Isa::avx512_bf16;
   if (type != ScalarType::Float && !pairs) return false;
   return packs_either_factor() || packs_rows(type, rows, b);
@@ -119,6 +128,7 @@ bool use_packing_product(ScalarType type, int64_t rows, const Factor& b) {
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
   const int64_t columns = b.columns();
   if (packs_rows(type_of(a), a.size(0), b)) return turned_product(a, b.matrix, bias);
+  FB_CHECK(type_of(a) == ScalarType::Float, "linear: expected float32 where the weight is packed");
   const Tensor c = empty_rows({a.size(0), columns}, a);
   PackingProduct product{};
   product.op = product_of_rows(a, c);

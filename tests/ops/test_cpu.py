@@ -342,10 +342,11 @@ def test_rounding_without_instructions_for_it():
 def test_older_processors_are_served_by_the_reference():
     code = (
         "import torch, fastbert; fastbert.ops.layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(8));"
-        "print(fastbert.backends.build_info()['cpu_set'], fastbert.backends.calls())"
+        "print(fastbert.backends.build_info()['cpu_set'], fastbert.backends.calls());"
+        "print(torch.ops.fastbert.linear_fwd(torch.ones(64, 768), torch.ones(3840, 768), None).unique().item())"
     )
     result = _run("-c", code, ATEN_CPU_CAPABILITY="default", FASTBERT_CPU_SET="")
-    assert result.stdout.strip() == "None {('layer_norm_fwd', 'reference'): 1}"
+    assert result.stdout.splitlines() == ["None {('layer_norm_fwd', 'reference'): 1}", "768.0"]
 
 
 @pytest.mark.parametrize("limit", [{}, pytest.param({"ATEN_CPU_CAPABILITY": "avx2"}, marks=pytest.mark.slow)], ids=str)

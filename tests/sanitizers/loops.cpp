@@ -591,6 +591,8 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   for (const int64_t size : kSizes) check(kRows, size, 19), check(kRows, 11, size);
   check(loops::packed_rows() + 1, 300, 53);  // two blocks of rows, and of what a chain adds up
   check(2, 5, 0), check(2, 0, 5);
+  if (weights == Weights::bf16 && dtype == DType::bf16)
+    check(kRows, 514, 53), check(kRows, 2048, 53);  // two chains of pairs; rows that are copied
   if (weights == Weights::s8 && dtype == DType::f32) check(2, 1 << 16, 3, true);  // the largest sums
 }
 

@@ -374,7 +374,7 @@ void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t
   });
 }
 
-int64_t turned_rows() { return 4 * kTile; }
+int64_t turned_rows() { return kTurnedTiles * kTile; }
 
 void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch) {
   float* const sums = static_cast<float*>(scratch);

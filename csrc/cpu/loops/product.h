@@ -80,7 +80,9 @@ inline void for_tiles(int64_t rows, const F& f) {
   run(Slot<kTile>{}), run(Slot<4>{}), run(Slot<2>{}), run(Slot<1>{});
 }
 
-constexpr int kNarrowTile = 12;  // rows of a tile one vector wide: enough sums to hide a multiply-add's latency
+// Rows of a tile one vector wide: enough sums to hide a multiply-add's latency. Not more than in other tiles where the
+// rows would share one set of the first-level cache and exceed its eight ways.
+constexpr int kNarrowTile = 12;
 
 // c (rows, whole panels) = a (rows, inner) times the first `inner` rows of b. ahead: the prefetches during each panel.
 // vectors: 1 if only the first vector of each panel is wanted; that of c beside it may or may not be written.
@@ -97,11 +99,15 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<across, E> a, Pa
       tile_product<what>(rows, inner, TileRows<false, pair>{a.data, a.stride}, panel, c + column, stride, factors,
                          ahead);
     } else {
-      for_tiles<vectors == 2 ? kTile : kNarrowTile>(rows, [&](auto count, int64_t row) {
+      const auto run = [&](auto count, int64_t row) {
         const Left<across, E> left{a.at(row), a.stride};
         tile<count, vectors, what>(left, panel, inner, c + row * stride + column, stride, factors + row,
                                    ahead.share(row, count, rows, inner));
-      });
+      };
+      if (vectors == 1 && a.stride * int64_t(sizeof(E)) % 4096 != 0)
+        for_tiles<kNarrowTile>(rows, run);
+      else
+        for_tiles(rows, run);
     }
   }
 }
