@@ -16,7 +16,7 @@ void gelu_cpu(const Tensor& x, const OptionalTensor& bias, std::string_view appr
   const Tensor in = contiguous(x);
   const auto b = as_math(bias, x);
   const int64_t channels = x.size(-1), rows = x.numel() / channels, row_bytes = channels * x.element_size();
-  const char* const src = static_cast<const char*>(in.const_data_ptr());
+  const char* const src = bytes_of(in);
   char* const dst = static_cast<char*>(y.mutable_data_ptr());
   parallel_rows(rows, channels, 0, [&](int64_t begin, int64_t end, void*) {
     loop(src + begin * row_bytes, data(b), dst + begin * row_bytes, end - begin, channels, dtype,
@@ -34,8 +34,7 @@ std::tuple<Tensor, Tensor> gelu_bwd_cpu(const Tensor& dy, const Tensor& x, const
   const int64_t row_bytes = channels * x.element_size();
   const Tensor grad = contiguous(dy), in = contiguous(x);
   const auto b = as_math(bias, x);
-  const char *const dys = static_cast<const char*>(grad.const_data_ptr()), *const xs = static_cast<const char*>(
-                                                                               in.const_data_ptr());
+  const char *const dys = bytes_of(grad), *const xs = bytes_of(in);
   char* const dxs = static_cast<char*>(dx.mutable_data_ptr());
   const Tensor dbias = sum_rows(rows, channels, 1, 0, x, [&](int64_t begin, int64_t end, char* sums, void*) {
     const int64_t start = begin * row_bytes;

@@ -26,7 +26,7 @@ struct CpuOps {
     const Tensor product = linear(x, weight, bias);
     check_gradient("encoder_layer", "a projection", product, y);  // y's shape and dtype
     const int64_t tokens = y.size(0), width = y.size(1), bytes = x.element_size(), apart = y.stride(0) * bytes;
-    const char* const from = static_cast<const char*>(product.const_data_ptr());
+    const char* const from = bytes_of(product);
     char* const to = static_cast<char*>(y.mutable_data_ptr());
     parallel_rows(tokens, width, 0, [&](int64_t begin, int64_t end, void*) {
       for (int64_t row = begin; row < end; ++row)

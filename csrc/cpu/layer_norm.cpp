@@ -92,7 +92,7 @@ Tensors5 backward(Inputs in, const Tensor& dy, const Tensor& mean, const Tensor&
     if (type != type_of(sums)) return copy_of(row(sums, i), type);
     const Tensor copy = empty({C}, sums);
     const int64_t bytes = C * sums.element_size();
-    std::memcpy(copy.mutable_data_ptr(), static_cast<const char*>(sums.const_data_ptr()) + i * bytes, bytes);
+    std::memcpy(copy.mutable_data_ptr(), bytes_of(sums) + i * bytes, bytes);
     return copy;
   };
   return {dx, dresidual, sum(0, weight), sum(1, weight), need_dparams && x_bias ? sum(2, *x_bias) : empty({0}, in.x)};

@@ -56,7 +56,7 @@ Tensor padding_pack(const Tensor& x, const Tensor& indices) {
   const Tensor out = x.dim() > 2 ? empty_rows(shape, x) : empty(shape, x);
   if (!out.numel()) return out;
   const int64_t bytes = out.numel() / place.numel() * x.element_size();
-  const char* const src = static_cast<const char*>(in.const_data_ptr());
+  const char* const src = bytes_of(in);
   const int64_t* const from = place.const_data_ptr<int64_t>();
   char* const dst = static_cast<char*>(out.mutable_data_ptr());
   parallel_rows(place.numel(), bytes, 0, [&](int64_t begin, int64_t end, void*) {
@@ -74,7 +74,7 @@ Tensor padding_unpack(const Tensor& x, const Tensor& indices, int64_t batch, int
   std::vector<int64_t> token(rows, -1);
   for (int64_t t = 0; t < place.numel(); ++t) token[place.const_data_ptr<int64_t>()[t]] = t;
   const int64_t bytes = out.numel() / rows * x.element_size();
-  const char* const src = static_cast<const char*>(in.const_data_ptr());
+  const char* const src = bytes_of(in);
   char* const dst = static_cast<char*>(out.mutable_data_ptr());
   parallel_rows(rows, bytes, 0, [&](int64_t begin, int64_t end, void*) {
     for (int64_t row = begin; row < end; ++row) {

@@ -547,10 +547,9 @@ struct PackedLayer {
 #ifdef FB_TILES
     const bool pairs = false;
 #else
-    const bool pairs = group == 2 && weights == Weights::bf16 && inner % 2 == 0;
+    const bool pairs = weights == Weights::bf16 && group == 2 && inner % 2 == 0;
 #endif
-    return inner &&
-           (weights == Weights::f32 ? dtype == DType::f32 : dtype == DType::bf16 && weights == Weights::bf16 && pairs);
+    return inner && (weights == Weights::f32 ? dtype == DType::f32 : dtype == DType::bf16 && pairs);
   }
 
   void check_integers(const Bytes& y, int with) const {
