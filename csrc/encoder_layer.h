@@ -6,6 +6,8 @@
 // Saved for the backward, per token: qkv (3C numbers), the output of attention (C) and one number per head, the outputs
 // of both projections into the residual stream (2C), the output of the LayerNorm after attention (C), the MLP's first
 // product (intermediate_size) and four numbers of LayerNorm statistics. The GELU is computed again.
+//
+// Where scores depend on the distance of query and key, the layer also takes the tables of relative_attention.
 #pragma once
 
 #include <string_view>
@@ -63,13 +65,14 @@ inline Tensor joined(const std::vector<Dense>& projections, Tensor Dense::* part
 template <class Ops>
 struct LayerGradients {
   const Tensors& parameters;
-  const std::vector<int64_t>& needed;  // 1 or 0: for hidden, the context, and each parameter
+  const std::vector<int64_t>& needed;  // 1 or 0: for hidden, the context, each parameter, and the tables of positions
   std::vector<OptionalTensor> found;
 
   LayerGradients(const Tensors& parameters_, const std::vector<int64_t>& needed_)
       : parameters(parameters_), needed(needed_), found(parameters_.size()) {
-    FB_CHECK_VALUE(needed.size() == parameters.size() + 2, "encoder_layer: ", needed.size(),
-                   " gradients; expected one for hidden, the context and each of ", parameters.size(), " parameters");
+    FB_CHECK_VALUE(needed.size() == parameters.size() + 3, "encoder_layer: ", needed.size(),
+                   " gradients; expected one for hidden, the context, each of ", parameters.size(),
+                   " parameters, and the tables of positions");
   }
   // One for each parameter, empty if it is not needed.
   Tensors all() const {
@@ -78,6 +81,7 @@ struct LayerGradients {
     return tensors;
   }
   bool wants(size_t i) const { return needed[i + 2]; }
+  bool wants_tables() const { return needed.back(); }
   bool wants_any(size_t first, size_t count) const {
     for (size_t i = first; i < first + count; ++i)
       if (wants(i)) return true;
@@ -100,17 +104,24 @@ struct LayerGradients {
 //   linear_into(y, x, weight, bias)     y: (T, C), whose rows may lie apart; absent if weights are always joined
 //   gelu(x, approximate, keep)          keep: x must not be overwritten
 //   gelu_bwd(dy, x, approximate, need_dbias)
-//   attention_fwd, attention_bwd, add_layer_norm_fwd, add_layer_norm_bwd   like their operators
+//   attention_fwd, attention_bwd, relative_attention_fwd, relative_attention_bwd, add_layer_norm_fwd,
+//   add_layer_norm_bwd                  like their operators
 template <class Ops>
 struct EncoderLayer {
   LayerParameters p;
+  RelativePositions positions;
   int64_t heads;
   std::string_view approximate;
   ScalarType dtype;  // of the products
 
   EncoderLayer(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
-               const OptionalTensor& cu_seqlens, int64_t heads_, std::string_view approximate_, ScalarType dtype_)
-      : p(parameters, context.has_value()), heads(heads_), approximate(approximate_), dtype(dtype_) {
+               const OptionalTensor& cu_seqlens, const RelativePositions& positions_, int64_t heads_,
+               std::string_view approximate_, ScalarType dtype_)
+      : p(parameters, context.has_value()),
+        positions(positions_),
+        heads(heads_),
+        approximate(approximate_),
+        dtype(dtype_) {
     check_floating("encoder_layer", "hidden", hidden);
     FB_CHECK_VALUE(hidden.dim() == 2, "encoder_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
     FB_CHECK_VALUE(heads > 0, "encoder_layer: heads is ", heads, "; expected a positive number");
@@ -119,6 +130,9 @@ struct EncoderLayer {
     if (cu_seqlens) check_device("encoder_layer", "cu_seqlens", *cu_seqlens, hidden.device());
     if (context) check_device("encoder_layer", "context", *context, hidden.device());
     FB_CHECK_VALUE(context.has_value() != cu_seqlens.has_value(), "encoder_layer: expected a context or cu_seqlens");
+    const bool relative = positions.slots.has_value();
+    FB_CHECK_VALUE(relative ? !context : !positions.keys && !positions.queries && !positions.bias,
+                   "encoder_layer: ", relative ? "slots beside a context" : "tables of positions without slots");
     if (!context) return;
     check_floating("encoder_layer", "context", *context);
     FB_CHECK_VALUE(p.out.weight.dim() == 2, "encoder_layer: a weight has shape ", p.out.weight.sizes(),
@@ -172,6 +186,35 @@ struct EncoderLayer {
                    " numbers a token; expected a multiple of 3 heads, ", 3 * heads);
     return view(qkv, {tokens, 3, heads, qkv.size(1) / (3 * heads)});
   }
+
+  // ---- attention, plain or with relative positions; rest: max_seqlen and what comes after it
+
+  template <class... Rest>
+  std::tuple<Tensor, Tensor> attend(const Tensor& qkv, const Tensor& cu_seqlens, const Rest&... rest) const {
+    const auto& [slots, keys, queries, bias] = positions;
+    if (!slots) return Ops::attention_fwd(qkv, cu_seqlens, rest...);
+    return Ops::relative_attention_fwd(qkv, *slots, keys, queries, bias, cu_seqlens, rest...);
+  }
+
+  // Returns dqkv, and the gradients of the tables as in relative_attention_bwd; none for plain attention.
+  template <class... Rest>
+  std::tuple<Tensor, Tensors> attend_bwd(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& lse,
+                                         bool tables, const Tensor& cu_seqlens, const Rest&... rest) const {
+    const auto& [slots, keys, queries, bias] = positions;
+    if (!slots) return {Ops::attention_bwd(dout, qkv, out, lse, cu_seqlens, rest...), {}};
+    const auto [dqkv, dkeys, dqueries, dbias] =
+        Ops::relative_attention_bwd(dout, qkv, out, lse, *slots, keys, queries, bias, cu_seqlens, rest..., tables);
+    return {dqkv, {dkeys, dqueries, dbias}};
+  }
+
+  // What attend_bwd returns for the tables if no gradient is needed.
+  Tensors no_gradients(const Tensor& hidden) const {
+    Tensors none;
+    if (positions.slots)
+      for (const OptionalTensor* table : {&positions.keys, &positions.queries, &positions.bias})
+        none.push_back(empty({0}, hidden, *table ? type_of(**table) : dtype));
+    return none;
+  }
 };
 
 // The tensors saved for the backward, in order. With a context, those before kProjected are absent.
@@ -194,11 +237,11 @@ enum LayerSaved {
 template <class Ops>
 std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTensor& context_,
                                           const Tensors& parameters, const OptionalTensor& cu_seqlens,
-                                          const OptionalTensor& rng, int64_t max_seqlen, int64_t heads, double scale,
-                                          double attention_p, double out_p, double down_p, int64_t site,
-                                          std::string_view approximate, ScalarType dtype, double out_eps,
-                                          double down_eps, bool save) {
-  const EncoderLayer<Ops> layer(hidden, context_, parameters, cu_seqlens, heads, approximate, dtype);
+                                          const RelativePositions& positions, const OptionalTensor& rng,
+                                          int64_t max_seqlen, int64_t heads, double scale, double attention_p,
+                                          double out_p, double down_p, int64_t site, std::string_view approximate,
+                                          ScalarType dtype, double out_eps, double down_eps, bool save) {
+  const EncoderLayer<Ops> layer(hidden, context_, parameters, cu_seqlens, positions, heads, approximate, dtype);
   const LayerParameters& p = layer.p;
   Tensors saved;
   Tensor context;
@@ -206,7 +249,7 @@ std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTe
     context = layer.cast(*context_);
   } else {
     const Tensor qkv = layer.project(layer.cast(hidden));
-    const auto [out, lse] = Ops::attention_fwd(qkv, *cu_seqlens, max_seqlen, scale, attention_p, rng, site);
+    const auto [out, lse] = layer.attend(qkv, *cu_seqlens, max_seqlen, scale, attention_p, rng, site);
     context = by_token(out);
     if (save) saved = {qkv, out, lse};
   }
@@ -223,18 +266,21 @@ std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTe
 }
 
 // The same for one or more layers, one after the other; `parameters` has all those of one layer before those of the
-// next. Nothing can be saved for several layers. Each layer has three sites of dropout.
+// next. Nothing can be saved for several layers. Each layer has three sites of dropout; the positions are the same.
 template <class Ops>
 std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const OptionalTensor& context,
                                               const Tensors& parameters, const OptionalTensor& cu_seqlens,
+                                              const OptionalTensor& slots, const OptionalTensor& keys,
+                                              const OptionalTensor& queries, const OptionalTensor& bias,
                                               const OptionalTensor& rng, int64_t max_seqlen, int64_t heads,
                                               double scale, double attention_p, double out_p, double down_p,
                                               int64_t site, std::string_view approximate, ScalarType dtype,
                                               double out_eps, double down_eps, bool save, int64_t layers) {
   const NoGrad guard;
+  const RelativePositions positions{slots, keys, queries, bias};
   const auto run = [&](const Tensor& x, const Tensors& of_one, int64_t layer) {
-    return one_layer_fwd<Ops>(x, context, of_one, cu_seqlens, rng, max_seqlen, heads, scale, attention_p, out_p, down_p,
-                              site + 3 * layer, approximate, dtype, out_eps, down_eps, save);
+    return one_layer_fwd<Ops>(x, context, of_one, cu_seqlens, positions, rng, max_seqlen, heads, scale, attention_p,
+                              out_p, down_p, site + 3 * layer, approximate, dtype, out_eps, down_eps, save);
   };
   if (layers == 1) return run(hidden, parameters, 0);
   FB_CHECK_VALUE(layers > 1 && !context && !save, "encoder_layer: ", layers,
@@ -244,18 +290,19 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
   return {x, {}};
 }
 
-// Returns dhidden, dcontext and the gradients of the parameters; those that are not needed are empty.
+// Returns dhidden, dcontext, the gradients of the parameters, and those of keys, queries and bias of positions (nothing
+// without positions); those that are not needed are empty.
 template <class Ops>
-std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Tensor& hidden,
-                                                      const OptionalTensor& context, const Tensors& parameters,
-                                                      const Tensors& saved, const OptionalTensor& cu_seqlens,
-                                                      const OptionalTensor& rng, int64_t max_seqlen, int64_t heads,
-                                                      double scale, double attention_p, double out_p, double down_p,
-                                                      int64_t site, std::string_view approximate, ScalarType dtype,
-                                                      double /*out_eps*/, double /*down_eps*/,
-                                                      const std::vector<int64_t>& needed) {
+std::tuple<Tensor, Tensor, Tensors, Tensors> encoder_layer_bwd(
+    const Tensor& dy, const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
+    const Tensors& saved, const OptionalTensor& cu_seqlens, const OptionalTensor& slots, const OptionalTensor& keys,
+    const OptionalTensor& queries, const OptionalTensor& bias, const OptionalTensor& rng, int64_t max_seqlen,
+    int64_t heads, double scale, double attention_p, double out_p, double down_p, int64_t site,
+    std::string_view approximate, ScalarType dtype, double /*out_eps*/, double /*down_eps*/,
+    const std::vector<int64_t>& needed) {
   const NoGrad guard;
-  const EncoderLayer<Ops> layer(hidden, context, parameters, cu_seqlens, heads, approximate, dtype);
+  const RelativePositions positions{slots, keys, queries, bias};
+  const EncoderLayer<Ops> layer(hidden, context, parameters, cu_seqlens, positions, heads, approximate, dtype);
   const LayerParameters& p = layer.p;
   const int64_t before = context ? kProjected : 0;
   FB_CHECK_VALUE(int64_t(saved.size()) == kSavedCount - before, "encoder_layer: ", saved.size(),
@@ -265,10 +312,12 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
   LayerGradients<Ops> gradients(parameters, needed);
   const size_t out = parameters.size() - 10, out_norm = out + 2, up = out + 4, down = out + 6, down_norm = out + 8;
   const Tensor nothing = empty({0}, hidden), no_context = empty({0}, context ? *context : hidden);
-  const auto without_inputs = [&] { return std::tuple(nothing, no_context, gradients.all()); };
+  const auto without_inputs = [&] {
+    return std::tuple(nothing, no_context, gradients.all(), layer.no_gradients(hidden));
+  };
 
   // The backward ends at the first part of the layer that needs a gradient, so that nothing is computed in vain.
-  const bool below_projection = needed[0] || needed[1] || gradients.wants_any(0, out);
+  const bool below_projection = needed[0] || needed[1] || gradients.wants_any(0, out) || gradients.wants_tables();
   const bool below_middle = below_projection || gradients.wants_any(out, 4),
              below_up = below_middle || gradients.wants_any(up, 2);
   auto [ddown, dmiddle, dweight2, dbias2, ddown_bias] =
@@ -304,17 +353,21 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
       context && !needed[1] ? nothing : Ops::matrix_product(dprojected, false, layer.cast(p.out.weight));
   if (context) {
     return {needed[0] ? contiguous(dhidden, type_of(hidden)) : nothing,
-            needed[1] ? contiguous(dinto, type_of(*context)) : no_context, gradients.all()};
+            needed[1] ? contiguous(dinto, type_of(*context)) : no_context,
+            gradients.all(),
+            {}};
   }
   check_like("encoder_layer", "the saved context", into, dinto);
-  const Tensor dqkv = by_token(Ops::attention_bwd(view(dinto, kept(kContext).sizes()), kept(kQkv), kept(kContext),
-                                                  kept(kLse), *cu_seqlens, max_seqlen, scale, attention_p, rng, site));
+  const auto [dprojections, dpositions] =
+      layer.attend_bwd(view(dinto, kept(kContext).sizes()), kept(kQkv), kept(kContext), kept(kLse),
+                       gradients.wants_tables(), *cu_seqlens, max_seqlen, scale, attention_p, rng, site);
+  const Tensor dqkv = by_token(dprojections);
   const Tensor x = layer.cast(hidden);
   const auto& each = p.projections;
   const int64_t count = int64_t(each.size()), width = dqkv.size(1) / count;
   const auto part = [&](int64_t i) { return strided(dqkv, {dqkv.size(0), width}, {dqkv.size(1), 1}, i * width); };
   for (int64_t i = 0; i < count; ++i) gradients.set_dense(2 * i, part(i), x, std::nullopt);
-  if (!needed[0]) return without_inputs();
+  if (!needed[0]) return {nothing, no_context, gradients.all(), dpositions};
   if (count > 1 && Ops::joins_weights(x.size(0), x.size(1))) {
     const Tensor weight = joined(each, &Dense::weight);
     dhidden = add(dhidden, Ops::matrix_product(dqkv, false, layer.cast(weight)));
@@ -322,7 +375,7 @@ std::tuple<Tensor, Tensor, Tensors> encoder_layer_bwd(const Tensor& dy, const Te
     for (int64_t i = count - 1; i >= 0; --i)  // in the order in which autograd adds
       dhidden = add(dhidden, Ops::matrix_product(part(i), false, layer.cast(each[i].weight)));
   }
-  return {contiguous(dhidden, type_of(hidden)), no_context, gradients.all()};
+  return {contiguous(dhidden, type_of(hidden)), no_context, gradients.all(), dpositions};
 }
 
 }  // namespace fastbert

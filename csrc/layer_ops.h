@@ -20,8 +20,16 @@ inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
   return {all.begin() + i * count, all.begin() + (i + 1) * count};
 }
 
-// attention_fwd returns out (T, H, D) and lse (H, T). add_layer_norm_fwd returns y, mean and rstd; add_layer_norm_bwd
-// returns dx (empty if it equals dresidual), dresidual, and dweight, dbias, dx_bias (empty if they are not needed).
+// What the distance of query and key adds to their score: arguments of relative_attention. All are absent where
+// attention is plain.
+struct RelativePositions {
+  OptionalTensor slots, keys, queries, bias;
+};
+
+// attention_fwd returns out (T, H, D) and lse (H, T). relative_attention_bwd returns dqkv and the gradients of keys,
+// queries and bias (empty if they are not needed, or there is no such table). add_layer_norm_fwd returns y, mean and
+// rstd; add_layer_norm_bwd returns dx (empty if it equals dresidual), dresidual, and dweight, dbias, dx_bias (empty if
+// they are not needed).
 #define FB_LAYER_OPS(device)                                                                                           \
   std::tuple<Tensor, Tensor> attention_fwd_##device(const Tensor& qkv, const Tensor& cu_seqlens, int64_t max_seqlen,   \
                                                     double scale, double dropout_p, const OptionalTensor& rng,         \
@@ -29,6 +37,15 @@ inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
   Tensor attention_bwd_##device(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& lse,           \
                                 const Tensor& cu_seqlens, int64_t max_seqlen, double scale, double dropout_p,          \
                                 const OptionalTensor& rng, int64_t site);                                              \
+  std::tuple<Tensor, Tensor> relative_attention_fwd_##device(                                                          \
+      const Tensor& qkv, const Tensor& slots, const OptionalTensor& keys, const OptionalTensor& queries,               \
+      const OptionalTensor& bias, const Tensor& cu_seqlens, int64_t max_seqlen, double scale, double dropout_p,        \
+      const OptionalTensor& rng, int64_t site);                                                                        \
+  std::tuple<Tensor, Tensor, Tensor, Tensor> relative_attention_bwd_##device(                                          \
+      const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& lse, const Tensor& slots,                \
+      const OptionalTensor& keys, const OptionalTensor& queries, const OptionalTensor& bias, const Tensor& cu_seqlens, \
+      int64_t max_seqlen, double scale, double dropout_p, const OptionalTensor& rng, int64_t site,                     \
+      bool table_gradients);                                                                                           \
   std::tuple<Tensor, Tensor, Tensor> add_layer_norm_fwd_##device(                                                      \
       const Tensor& x, const Tensor& residual, const Tensor& weight, const Tensor& bias, const OptionalTensor& x_bias, \
       const OptionalTensor& rng, double eps, double dropout_p, int64_t site);                                          \

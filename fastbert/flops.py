@@ -134,26 +134,29 @@ class _Layer:
 
 
 @_of("encoder_layer_fwd")
-def _layer(hidden, context, parameters, cu_seqlens, rng, max_seqlen, *rest):
-    return _stack(hidden, context, parameters, cu_seqlens, max_seqlen, rest[-1])
+def _layer(hidden, context, parameters, cu_seqlens, slots, keys, queries, bias, rng, max_seqlen, *rest):
+    return _stack(hidden, context, parameters, (keys, queries), cu_seqlens, max_seqlen, rest[-1])
 
 
 @_of("packed_layer_fwd")
-def _packed_layer(hidden, context, parameters, scales, cu_seqlens, max_seqlen, *rest):
-    return _stack(hidden, context, parameters, cu_seqlens, max_seqlen, rest[-1])
+def _packed_layer(hidden, context, parameters, scales, cu_seqlens, slots, keys, queries, bias, max_seqlen, *rest):
+    return _stack(hidden, context, parameters, (keys, queries), cu_seqlens, max_seqlen, rest[-1])
 
 
-def _stack(hidden, context, parameters, cu_seqlens, max_seqlen, layers):
+def _stack(hidden, context, parameters, tables, cu_seqlens, max_seqlen, layers):
     """`parameters` has those of each layer in turn."""
-    return layers * _Layer(hidden, context, parameters[: len(parameters) // layers]).forward(cu_seqlens, max_seqlen)
+    one = _Layer(hidden, context, parameters[: len(parameters) // layers])
+    return layers * (one.forward(cu_seqlens, max_seqlen) + _of_positions(hidden, *tables))
 
 
 @_of("encoder_layer_bwd")
-def _layer_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, max_seqlen, *rest):
+def _layer_backward(
+    dy, hidden, context, parameters, saved, cu_seqlens, slots, keys, queries, bias, rng, max_seqlen, *rest
+):
     """Down to the first part of the layer that needs a gradient."""
-    layer, of_inputs, wanted = _Layer(hidden, context, parameters), rest[-1][:2], rest[-1][2:]
+    layer, of_inputs, (*wanted, of_tables) = _Layer(hidden, context, parameters), rest[-1][:2], rest[-1][2:]
     mlp, projection = layer.product(layer.width, layer.wide), layer.product(layer.inner, layer.width)
-    below = lambda part: any(of_inputs) or any(wanted[:part])  # noqa: E731
+    below = lambda part: any(of_inputs) or of_tables or any(wanted[:part])  # noqa: E731
     found = mlp * (wanted[DOWN] + below(DOWN) + wanted[UP] + below(UP)) + projection * wanted[OUT]
     if context is not None:
         return found + projection * of_inputs[1]
@@ -163,7 +166,8 @@ def _layer_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, max
         layer.product(layer.width, len(parameters[i + 1])) for i in range(0, len(wanted) + OUT, 2) if wanted[i]
     )
     inputs = layer.product(layer.width, 3 * layer.inner) * of_inputs[0]
-    return found + projection + 5 * layer.scores(cu_seqlens, max_seqlen) + weights + inputs
+    positions = (2 + of_tables) * _of_positions(hidden, keys, queries)
+    return found + projection + 5 * layer.scores(cu_seqlens, max_seqlen) + positions + weights + inputs
 
 
 for _namespace in dict.fromkeys(NAMESPACE.values()):

@@ -6,13 +6,16 @@ LoRA, quantised, replaced, or with hooks) is called as a module, on packed token
 
 A layer whose parts are all plain runs as one op where a backend has that op: on small batches the overhead of calling a
 dozen ops exceeds their run time. All layers together run as one op where no gradient is needed and nothing needs the
-outputs between them. Where scores depend on the distance between tokens (`Distances`), attention runs first, by itself,
-and the rest of the layer is one op. New variants belong here too: another attention (rotary positions) in `attend`,
-another MLP (gated) in place of `up_gelu`, and a pre-norm layer beside `encoder_layer`.
+outputs between them. Where scores depend on the distance between tokens (`Distances`), that is so if all layers share
+the tables (MPNet); if each projects its own (DeBERTa), each layer is one op. New variants belong here too: another
+attention (rotary positions) in `attend`, another MLP (gated) in place of `up_gelu`, and a pre-norm layer beside
+`encoder_layer`.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -267,14 +270,30 @@ def attend(
     given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> the heads' output (T, C), and the attention weights in the caller's form if with_weights, else None."""
+    with _prepared_dtypes(parts, hidden):
+        return _attend(parts, hidden, packing, rng, turn, with_weights, positions_of(parts, given, rng, turn))
+
+
+def _prepared_dtypes(parts: AttentionParts, hidden: Tensor) -> AbstractContextManager:
+    """Autocast is off beside prepared projections: `prepare` has set the dtypes."""
     if autocast_on(hidden.device.type) and any([isinstance(each, PreparedLinear) for each in parts.projections]):
-        with torch.autocast(hidden.device.type, enabled=False):  # again, without autocast: `prepare` has set the dtypes
-            return attend(parts, hidden, packing, rng, turn, with_weights, given)
+        return torch.autocast(hidden.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _attend(
+    parts: AttentionParts,
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    turn: int,
+    with_weights: bool,
+    positions: RelativePositions | None,
+) -> tuple[Tensor, Tensor | None]:
     parts.check_dropout()
     if packing.unseen is not None and with_weights:
         raise ValueError("output_attentions of a batch with unseen tokens; expected none of them, or no weights")
     attending = (packing.cu_seqlens, packing.max_seqlen)
-    positions = positions_of(parts, given, rng, turn)
     options = {"scale": parts.scaling, "dropout_p": parts.p, "rng": rng, "site": random.layer_sites(turn)[0]}
     if with_weights and torch.is_grad_enabled():
         return _attend_by_weights(parts, hidden, packing, options | {"positions": positions})
@@ -323,21 +342,25 @@ def encoder_layer(
     (FSDP2 gathers them there).
     """
     context = weights = None
-    apart = given is not None or packing.unseen is not None or backends.forced_apart("encoder_layer", "attention")
-    if with_weights or apart:
+    if with_weights or packing.unseen is not None or _attends_apart(given):
         context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
     if not with_weights and not _is_taken_apart():
-        whole = _as_one(parts, hidden, packing, rng, turn, context)
-        whole = _as_prepared(parts, hidden, packing, context) if whole is None else whole
-        whole = _as_scaled(parts, hidden, packing, context) if whole is None else whole
+        whole = _as_one(parts, hidden, packing, rng, turn, context, given)
+        whole = _as_prepared(parts, hidden, packing, rng, turn, context, given) if whole is None else whole
+        whole = _as_scaled(parts, hidden, packing, rng, turn, context, given) if whole is None else whole
         if whole is not None:
             return whole, None
     if context is None:
-        context, _ = attend(parts.attention, hidden, packing, rng, turn, False)
+        context, _ = attend(parts.attention, hidden, packing, rng, turn, False, given)
     sites = random.layer_sites(turn)
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
     wide = up_gelu(hidden, parts.up, parts.activation)
     return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
+
+
+def _attends_apart(given: Distances | None) -> bool:
+    """Whether attention is forced to another backend than the layer."""
+    return backends.forced_apart("encoder_layer", "attention", *["relative_attention"] * (given is not None))
 
 
 def _is_taken_apart() -> bool:
@@ -355,61 +378,72 @@ def _as_one(
     packing: Packing,
     rng: Tensor | None,
     turn: int,
-    context: Tensor | None = None,
+    context: Tensor | None,
+    given: Distances | None,
 ) -> Tensor | None:
     """The layer as one op, or as another backend's attention and one op for the rest. With `context`, the output of its
     attention, only the rest.
 
     None where a part is not plain, or no backend has an op for the whole layer.
     """
-    parameters, dtype = plain_parameters(parts), autocast_dtype(hidden)
+    parameters, attention = plain_parameters(parts), parts.attention
     if parameters is None:
         return None
-    live, attention = needs_grad(hidden, context, *parameters), parts.attention
-    device = hidden.device.type
-    backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
-    if backend is None:
+    device, dtype = hidden.device.type, autocast_dtype(hidden)
+    find = functools.partial(backends.find, "encoder_layer", device, dtype, size=hidden.shape[1])
+    if find(backward=False) is None:
         return None
     attention.check_dropout()
+    positions = positions_of(attention, given, rng, turn) if context is None else None
+    live = needs_grad(hidden, context, *parameters, *(positions or ()))
+    backend = find(backward=live)
+    if backend is None:
+        return None
     settings = _settings(parts, hidden, packing, rng, turn, dtype)
-    heads_width = parameters[OUT].shape[1]
-    if context is None and attends_elsewhere(backend, device, dtype, live, heads_width // attention.heads):
-        context, _ = attend(attention, hidden, packing, rng, turn, False)
+    head_size = parameters[OUT].shape[1] // attention.heads
+    if context is None and attends_elsewhere(backend, positions, device, dtype, live, head_size):
+        context, _ = _attend(attention, hidden, packing, rng, turn, False, positions)
     if context is not None:
         return run_layer(backend, live, hidden, context, parameters[OUT:], None, rng, settings)
-    return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings)
+    return run_layer(backend, live, hidden, None, parameters, packing.cu_seqlens, rng, settings, positions=positions)
 
 
 def encoder_layers(
-    layers: Iterable[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None, kept: Kept
+    layers: Iterable[LayerParts | None],
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    kept: Kept,
+    given: Distances | None = None,
 ) -> Tensor | None:
     """All layers of an encoder, (T, C) -> (T, C), for a caller that needs no outputs between them. They run in one call
     or, where gradients are needed, one after the other without checking each again.
 
-    layers: in order; None for a layer that has to be called as a module. kept: the cache for the next forward. Returns
-    None where `encoder_layer` has to run each: a part is not plain, layers differ in more than their weights, or no
-    backend has an op for them.
+    layers: in order; None for a layer that has to be called as a module. kept: the cache for the next forward. given:
+    the distances that scores depend on, or None. Returns None where `encoder_layer` has to run each: a part is not
+    plain, layers differ in more than their weights, each layer projects distances, or no backend has an op for them.
     """
     found: list[LayerParts] = []
-    if torch.compiler.is_compiling() or packing.unseen is not None:
+    if torch.compiler.is_compiling() or packing.unseen is not None or (given is not None and given.rows is not None):
         return None
-    if backends.forced_apart("encoder_layer", "attention") or _is_taken_apart():
+    if _attends_apart(given) or _is_taken_apart():
         return None
+    positions = None if given is None else RelativePositions(given.slots, bias=given.bias)
     for parts in layers:
-        if parts is None or not (found or _has_kernel(parts, hidden)):
+        if parts is None or not (found or _has_kernel(parts, hidden, positions)):
             return None
         found.append(parts)
     if not found:
         return None
     joined = _joined(found, kept)
     if joined is None:
-        return _all_scaled(found, hidden, packing)
+        return _all_scaled(found, hidden, packing) if given is None else None
     if joined.scales is None:
-        return _all_plain(joined, hidden, packing, rng)
-    return _all_prepared(joined, hidden, packing)
+        return _all_plain(joined, hidden, packing, rng, positions)
+    return _all_prepared(joined, hidden, packing, positions)
 
 
-def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
+def _has_kernel(parts: LayerParts, hidden: Tensor, positions: RelativePositions | None) -> bool:
     """Whether one backend may run all layers like this first one: a quick answer before the others are read."""
     if type(parts.out) is ScaledLinear:
         return True
@@ -420,7 +454,7 @@ def _has_kernel(parts: LayerParts, hidden: Tensor) -> bool:
     own = plain_parameters(parts)
     heads_width = 0 if own is None else own[OUT].shape[1]
     return own is not None and not attends_elsewhere(
-        backend, device, dtype, False, heads_width // parts.attention.heads
+        backend, positions, device, dtype, False, heads_width // parts.attention.heads
     )
 
 
@@ -477,31 +511,37 @@ def _flat(tensors: Sequence[list[Tensor]]) -> list[Tensor]:
     return [tensor for own in tensors for tensor in own]
 
 
-def _all_plain(joined: _Joined, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor | None:
+def _all_plain(
+    joined: _Joined, hidden: Tensor, packing: Packing, rng: Tensor | None, positions: RelativePositions | None
+) -> Tensor | None:
     (layers, parameters, _), device, dtype = joined, hidden.device.type, autocast_dtype(hidden)
     count = len(parameters) // len(layers)
-    same, live = _settings(layers[0], hidden, packing, rng, 0, dtype), needs_grad(hidden, *parameters)
+    same = _settings(layers[0], hidden, packing, rng, 0, dtype)
+    live = needs_grad(hidden, *parameters, *(positions or ()))
     backend = backends.find("encoder_layer", device, dtype, backward=live, size=hidden.shape[1])
     head_size = parameters[count - 10].shape[1] // same.heads
-    if backend is None or attends_elsewhere(backend, device, dtype, live, head_size):
+    if backend is None or attends_elsewhere(backend, positions, device, dtype, live, head_size):
         return None
     given = packing.cu_seqlens, rng
     if not live:
-        return run_layer(backend, False, hidden, None, parameters, *given, same, len(layers))
+        return run_layer(backend, False, hidden, None, parameters, *given, same, len(layers), positions)
     for turn in range(len(layers)):
         own = parameters[turn * count : (turn + 1) * count]
         its = same._replace(site=random.layer_sites(turn)[0])
-        hidden = run_layer(backend, needs_grad(hidden, *own), hidden, None, own, *given, its)
+        live = needs_grad(hidden, *own, *(positions or ()))
+        hidden = run_layer(backend, live, hidden, None, own, *given, its, positions=positions)
     return hidden
 
 
-def _all_prepared(joined: _Joined, hidden: Tensor, packing: Packing) -> Tensor | None:
+def _all_prepared(
+    joined: _Joined, hidden: Tensor, packing: Packing, positions: RelativePositions | None
+) -> Tensor | None:
     layers, parameters, scales = joined
     hidden = hidden.to(_dtype_beside_prepared(layers[0]))
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
-    if backend is None or needs_grad(hidden, *parameters):
+    if backend is None or needs_grad(hidden, *parameters, *(positions or ())):
         return None
-    given = hidden, None, parameters, scales, packing.cu_seqlens
+    given = hidden, None, parameters, scales, packing.cu_seqlens, *(positions or _NO_POSITIONS)
     return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(layers[0]), len(layers))
 
 
@@ -528,21 +568,38 @@ def _settings(
     return Settings(packing.max_seqlen, heads, scaling, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
 
 
-def _as_prepared(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None = None) -> Tensor | None:
+def _as_prepared(
+    parts: LayerParts,
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    turn: int,
+    context: Tensor | None,
+    given: Distances | None,
+) -> Tensor | None:
     """The layer in one call if some of its dense layers are prepared and the others plain; else None. With `context`,
     the output of its attention, only the rest."""
     # Read again: a hook of the layer may have changed them since the forward began.
     found = read_prepared(parts, 0 if context is None else len(parts.attention.projections))
     if found is None or parts.drops_now() or needs_grad(hidden, context, *found[0]):
         return None
-    hidden = hidden.to(_dtype_beside_prepared(parts))
+    hidden, positions = hidden.to(_dtype_beside_prepared(parts)), None
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None:
         return None
     if context is not None:
         context = context.to(hidden.dtype)
-    given = hidden, context, *found, packing.cu_seqlens if context is None else None
+    else:
+        with _prepared_dtypes(parts.attention, hidden):
+            positions = positions_of(parts.attention, given, rng, turn)
+    if needs_grad(*(positions or ())):
+        return None
+    cu_seqlens = packing.cu_seqlens if context is None else None
+    given = hidden, context, *found, cu_seqlens, *(positions or _NO_POSITIONS)
     return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(parts), 1)
+
+
+_NO_POSITIONS = (None,) * 4
 
 
 def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
@@ -566,7 +623,18 @@ def _all_scaled(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) 
     return hidden
 
 
-def _as_scaled(parts: LayerParts, hidden: Tensor, packing: Packing, context: Tensor | None) -> Tensor | None:
+def _as_scaled(
+    parts: LayerParts,
+    hidden: Tensor,
+    packing: Packing,
+    rng: Tensor | None,
+    turn: int,
+    context: Tensor | None,
+    given: Distances | None,
+) -> Tensor | None:
+    """As `_as_prepared`, for fp8. Where scores depend on distances, attention runs first, by itself."""
+    if given is not None and context is None and type(parts.out) is ScaledLinear:
+        context, _ = attend(parts.attention, hidden, packing, rng, turn, False, given)
     found = _scaled_parameters(parts, hidden, context)
     if found is None or parts.drops_now():
         return None
@@ -602,11 +670,14 @@ def _scaled_parameters(parts: LayerParts, hidden: Tensor, context: Tensor | None
     return Parameters(qkv, parts.out.dense(), out_norm, parts.up.dense(), parts.down.dense(), down_norm)
 
 
-def attends_elsewhere(backend: str, device_type: str, dtype: torch.dtype, live: bool, head_size: int) -> bool:
+def attends_elsewhere(
+    backend: str, positions: RelativePositions | None, device_type: str, dtype: torch.dtype, live: bool, head_size: int
+) -> bool:
     """Whether attention runs on another backend than `backend`. On a CPU it never does."""
     if device_type == "cpu":
         return False
-    return backends.choose("attention", device_type, dtype, backward=live, size=head_size) != backend
+    op = "attention" if positions is None else "relative_attention"
+    return backends.choose(op, device_type, dtype, backward=live, size=head_size) != backend
 
 
 def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:

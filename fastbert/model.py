@@ -551,8 +551,8 @@ class BertEncoder(_Loadable):
         readable = self._readable()
         rng = random.new_key(hidden_states.device) if rng is None and self._drops(readable) else rng
         given = layer.distances_of(self, packing)
-        watched = output_hidden_states or output_attentions or self.conv is not None or given is not None
-        hidden = None if watched else self._at_once(readable, hidden_states, packing, rng)
+        watched = output_hidden_states or output_attentions or self.conv is not None
+        hidden = None if watched else self._at_once(readable, hidden_states, packing, rng, given)
         states, attentions = [], []
         if hidden is None:
             self._kept.part()
@@ -574,12 +574,17 @@ class BertEncoder(_Loadable):
         return self.recomputing is not None and self.training and torch.is_grad_enabled()
 
     def _at_once(
-        self, readable: list[LayerParts | None], hidden: Tensor, packing: Packing, rng: Tensor | None
+        self,
+        readable: list[LayerParts | None],
+        hidden: Tensor,
+        packing: Packing,
+        rng: Tensor | None,
+        given: Distances | None,
     ) -> Tensor | None:
         """The output of all layers, computed at once; None where each has to be called."""
         if self._recomputes() or torch.nn.modules.module._has_any_global_hook():
             return None
-        return layer.encoder_layers(self._in_turn(readable), hidden, packing, rng, self._kept)
+        return layer.encoder_layers(self._in_turn(readable), hidden, packing, rng, self._kept, given)
 
     def _one_by_one(
         self,

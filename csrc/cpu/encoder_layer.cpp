@@ -16,6 +16,8 @@ struct CpuOps {
   static constexpr auto matrix_product = fastbert::matrix_product;
   static constexpr auto attention_fwd = attention_fwd_cpu;
   static constexpr auto attention_bwd = attention_bwd_cpu;
+  static constexpr auto relative_attention_fwd = relative_attention_fwd_cpu;
+  static constexpr auto relative_attention_bwd = relative_attention_bwd_cpu;
   static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cpu;
   static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cpu;
 

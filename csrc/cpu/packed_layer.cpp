@@ -10,6 +10,7 @@
 #include "gelu_rows.h"
 #include "linear.h"
 #include "packed_product.h"
+#include "relative_positions.h"
 
 namespace fastbert::packed {
 
@@ -205,15 +206,28 @@ struct Attention {
   Tensor qkv;      // (T, 3 H D)
   Tensor by_head;  // qkv as (T, 3, H, D)
   Batch batch;
+  std::optional<Tables> tables;  // of relative positions, in the type that attention computes in
+  std::optional<PackedTables> packed;
   Tensor out, lse, rows;  // rows: out as (T, H D)
 
-  Attention(const Tensor& qkv_, const Tensor& cu_seqlens, int64_t heads, double scale)
+  Attention(const Tensor& qkv_, const Tensor& cu_seqlens, const RelativePositions& positions, int64_t heads,
+            double scale)
       : qkv(qkv_),
         by_head(view(qkv, {qkv.size(0), 3, heads, qkv.size(1) / (3 * heads)})),
         batch(by_head, cu_seqlens, scale, {}) {
+    if (positions.slots) {
+      const auto in = [](const OptionalTensor& table, ScalarType type) {
+        return table ? OptionalTensor(contiguous(*table, type)) : std::nullopt;
+      };
+      tables.emplace(by_head, *positions.slots, in(positions.keys, type_of(qkv)), in(positions.queries, type_of(qkv)),
+                     in(positions.bias, math_type(qkv)));
+      packed.emplace(batch, by_head, *positions.slots, *tables, false);
+    }
     std::tie(out, lse) = attention_outputs(batch, by_head);
     rows = view(out, {qkv.size(0), qkv.size(1) / 3});
   }
+
+  Attention(const Attention&) = delete;  // `packed` refers to other members
 
   void run() const { attention_forward_into(out, lse, batch, by_head); }
 };
@@ -233,8 +247,8 @@ int64_t projected(const Layer& layer, int64_t heads) {
 
 // Queries, keys and values of each layer are computed as soon as the rows that they are projected from. They overwrite
 // those of the layer before, whose attention is done by then.
-Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens, int64_t heads,
-           double scale, const Settings& settings) {
+Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens,
+           const RelativePositions& positions, int64_t heads, double scale, const Settings& settings) {
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
   const Tensor x = contiguous(hidden), y = empty_rows(x.sizes(), x);
   Blocks blocks(x.size(0), layers);
@@ -243,7 +257,7 @@ Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const Optiona
     const int64_t width = projected(layer, heads);
     const ScalarType type = between(layer.projections, layer.out, type_of(x));
     if (before && before->qkv.size(1) == width && type_of(before->qkv) == type) return before;
-    return Shared(new Attention(empty({x.size(0), width}, x, type), *cu_seqlens, heads, scale));
+    return Shared(new Attention(empty({x.size(0), width}, x, type), *cu_seqlens, positions, heads, scale));
   };
   Shared attention = attention_of(layers[0], nullptr);
   blocks.run([&](int64_t first, int64_t count, Workspace& workspace) {
@@ -280,10 +294,13 @@ Tensor run_after(const Tensor& hidden, const Tensor& context, const Layer& layer
 
 // With several layers, parameters and scales have all those of one layer before those of the next.
 Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
-                            const Tensors& scales, const OptionalTensor& cu_seqlens, int64_t /*max_seqlen*/,
-                            int64_t heads, double scale, std::string_view approximate, double out_eps, double down_eps,
-                            int64_t count) {
+                            const Tensors& scales, const OptionalTensor& cu_seqlens, const OptionalTensor& slots,
+                            const OptionalTensor& keys, const OptionalTensor& queries, const OptionalTensor& bias,
+                            int64_t /*max_seqlen*/, int64_t heads, double scale, std::string_view approximate,
+                            double out_eps, double down_eps, int64_t count) {
   const NoGrad guard;
+  FB_CHECK_VALUE(slots ? !context : !keys && !queries && !bias,
+                 "packed_layer: ", slots ? "slots beside a context" : "tables of positions without slots");
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
   FB_CHECK_VALUE(count == 1 || (count > 1 && !context), "packed_layer: ", count,
                  " layers; expected one, or several without a context");
@@ -294,7 +311,7 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
   Tensor y;
   const auto all = [&] {
     y = context ? run_after(hidden, *context, layers[0], settings)
-                : run(hidden, layers, cu_seqlens, heads, scale, settings);
+                : run(hidden, layers, cu_seqlens, {slots, keys, queries, bias}, heads, scale, settings);
   };
   has_plain(layers) ? all() : together(all);  // products with plain weights are torch's, which use its own threads
   return y;

@@ -8,6 +8,8 @@ namespace {
 struct CudaOps {
   static constexpr auto attention_fwd = attention_fwd_cuda;
   static constexpr auto attention_bwd = attention_bwd_cuda;
+  static constexpr auto relative_attention_fwd = relative_attention_fwd_cuda;
+  static constexpr auto relative_attention_bwd = relative_attention_bwd_cuda;
   static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cuda;
   static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cuda;
 

@@ -2,6 +2,7 @@
 #include "relative_attention.h"
 
 #include "../checks.h"
+#include "../layer_ops.h"
 #include "attention_call.h"
 
 namespace fastbert {

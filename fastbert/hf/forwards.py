@@ -156,7 +156,8 @@ class Call:
             self.kept.part()
         else:
             parts = [self.parts[id(each)] for each in self.layers]
-            y = layer.encoder_layers(parts, hidden.squeeze(0), self.packing, self.key, self.kept)
+            given = hidden.squeeze(0), self.packing, self.key, self.kept, self.distances
+            y = layer.encoder_layers(parts, *given)
             self.ahead = None if y is None else y[None]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -356,8 +357,8 @@ class ModelForward(Replacement):
 
     def _has_calls_between(self, layers: list[nn.Module]) -> bool:
         """Whether something needs each layer to be called: hooks, a forward that has been wrapped or compiled, gradient
-        checkpointing, or an encoder that runs its layers itself. The same holds for the groups of shared layers."""
-        if self.family.relative is not None:
+        checkpointing, or layers that project distances. The same holds for the groups of shared layers."""
+        if self.family.relative == "disentangled":
             return True
         containers = self.family.containers(self.module)
         groups = containers[2:]  # after the embeddings and the encoder, whose forwards are replaced

@@ -64,6 +64,11 @@ class RelativePositions(NamedTuple):
         farthest = self.slots.shape[0] // 2
         return self.slots[distance.clamp(-farthest, farthest) + farthest].long()
 
+    def beside(self, dtype: torch.dtype) -> "RelativePositions":
+        """The tables as attention in `dtype` takes them: keys and queries in it, the bias in float32 at least."""
+        keys, queries = (None if table is None else table.to(dtype) for table in (self.keys, self.queries))
+        return RelativePositions(self.slots, keys, queries, None if self.bias is None else wide(self.bias))
+
     def scores(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """What is added to the scores: (B, H, S, S), or (H, S, S) for a bias alone. q and k: (B, H, S, D)."""
         place = torch.arange(q.shape[-2], device=q.device)

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.attention import attention_ref
+from fastbert.ops.attention import RelativePositions, attention_ref
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.dense_gelu import dense_gelu_ref
 from fastbert.ops.layer_norm import add_layer_norm_ref, statistics
 from fastbert.ops.op import Primitive, autocast_dtype, autocast_on, first_derivative_only, needs_grad
+from fastbert.ops.relative_attention import check_positions
 
 
 class Settings(NamedTuple):
@@ -52,11 +53,12 @@ def encoder_layer_ref(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 1,
+    positions: RelativePositions | None = None,
 ) -> Tensor:
     """`encoder_layer` in plain PyTorch; it can be differentiated any number of times."""
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
-    return _plain(hidden, None, parameters, cu_seqlens, rng, settings)
+    return _plain(hidden, None, parameters, cu_seqlens, positions, rng, settings)
 
 
 def after_attention_ref(
@@ -71,7 +73,8 @@ def after_attention_ref(
     site: int = 1,
 ) -> Tensor:
     """`after_attention` in plain PyTorch; it can be differentiated any number of times."""
-    return _plain(hidden, context, parameters, None, rng, _after_settings(hidden, dropout_p, site, approximate, eps))
+    settings = _after_settings(hidden, dropout_p, site, approximate, eps)
+    return _plain(hidden, context, parameters, None, None, rng, settings)
 
 
 def _plain(
@@ -79,6 +82,7 @@ def _plain(
     context: Tensor | None,
     parameters: Sequence[Tensor],
     cu_seqlens: Tensor | None,
+    positions: RelativePositions | None,
     rng: Tensor | None,
     s: Settings,
 ) -> Tensor:
@@ -87,6 +91,7 @@ def _plain(
         weight, bias = (torch.cat(parts).to(s.dtype) for parts in zip(*projections, strict=True))
         qkv = F.linear(hidden.to(s.dtype), weight, bias).unflatten(-1, (3, s.heads, -1))
         dropping = {"dropout_p": s.attention_p, "rng": rng, "site": s.site}
+        dropping |= {"positions": None if positions is None else positions.beside(s.dtype)}
         context = attention_ref(qkv, cu_seqlens, s.max_seqlen, scale=s.scale, **dropping).flatten(1)
     x = F.linear(context.to(s.dtype), out[0].to(s.dtype))
     dropping = {"dropout_p": s.out_p, "rng": rng, "site": s.site + 1}
@@ -97,29 +102,33 @@ def _plain(
     return add_layer_norm_ref(x, hidden, *down_norm, s.down_eps, x_bias=down[1], **dropping)
 
 
-def _forward(hidden, context, parameters, cu_seqlens, rng, *given):
+def _forward(hidden, context, parameters, cu_seqlens, slots, keys, queries, bias, rng, *given):
     *settings, _, layers = given
     settings, count = Settings(*settings), len(parameters) // layers
+    positions = None if slots is None else RelativePositions(slots, keys, queries, bias)
     for layer in range(layers):
         own = parameters[layer * count : (layer + 1) * count]
-        hidden = _plain(hidden, context, own, cu_seqlens, rng, settings._replace(site=settings.site + 3 * layer))
+        its = settings._replace(site=settings.site + 3 * layer)
+        hidden = _plain(hidden, context, own, cu_seqlens, positions, rng, its)
     return hidden, []
 
 
-def _backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
+def _backward(dy, hidden, context, parameters, saved, cu_seqlens, slots, keys, queries, bias, rng, *settings):
     """Computes the layer again from its inputs, and differentiates it by autograd."""
-    *settings, needed = settings
-    inputs = [None if x is None else x.detach().requires_grad_() for x in (hidden, context, *parameters)]
+    *settings, (*needed, of_tables) = settings
+    tables, like = (keys, queries, bias), hidden if context is None else context
+    inputs = [None if x is None else x.detach().requires_grad_() for x in (hidden, context, *parameters, *tables)]
+    needed = *needed, *[of_tables and table is not None for table in tables]
+    positions = None if slots is None else RelativePositions(slots, *inputs[-3:])
     with torch.enable_grad():
-        y = _plain(inputs[0], inputs[1], inputs[2:], cu_seqlens, rng, Settings(*settings))
+        y = _plain(*inputs[:2], inputs[2:-3], cu_seqlens, positions, rng, Settings(*settings))
         wanted = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
         found = iter(torch.autograd.grad(y, wanted, dy))
-    like = hidden if context is None else context
-    inputs = hidden, like, *parameters
-    dhidden, dcontext, *grads = [
-        next(found) if need else x.new_empty(0) for x, need in zip(inputs, needed, strict=True)
-    ]
-    return dhidden, dcontext, grads
+    absent = hidden.new_empty(0, dtype=Settings(*settings).dtype)
+    likes = hidden, like, *parameters, *[absent if table is None else table for table in tables]
+    dhidden, dcontext, *grads = [next(found) if need else x.new_empty(0) for x, need in zip(likes, needed, strict=True)]
+    count = len(parameters)
+    return dhidden, dcontext, grads[:count], [] if slots is None else grads[count:]
 
 
 # ---- schemas
@@ -133,10 +142,10 @@ def _check_devices(hidden, *others):
 
 
 def _fake_forward(
-    hidden, context, parameters, cu_seqlens, rng, max_seqlen, heads, scale, attention_p, out_p, down_p, site,
-    approximate, dtype, out_eps, down_eps, save, layers,
+    hidden, context, parameters, cu_seqlens, slots, keys, queries, bias, rng, max_seqlen, heads, scale, attention_p,
+    out_p, down_p, site, approximate, dtype, out_eps, down_eps, save, layers,
 ):  # fmt: skip
-    _check_devices(hidden, context, *parameters, cu_seqlens, rng)
+    _check_devices(hidden, context, *parameters, cu_seqlens, slots, keys, queries, bias, rng)
     y = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype))
     if not save:
         return y, []
@@ -152,21 +161,26 @@ def _fake_forward(
     return y, [*attended, *rest]
 
 
-def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, rng, *settings):
-    _check_devices(hidden, dy, context, *parameters, *saved, cu_seqlens, rng)
+def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, slots, keys, queries, bias, rng, *settings):
+    tables, (*needed, of_tables) = (keys, queries, bias), settings[-1]
+    _check_devices(hidden, dy, context, *parameters, *saved, cu_seqlens, slots, *tables, rng)
     like = hidden if context is None else context
     dhidden, dcontext, *grads = [
         tensor.new_empty(tensor.shape if need else (0,))
-        for tensor, need in zip((hidden, like, *parameters), settings[-1], strict=True)
+        for tensor, need in zip((hidden, like, *parameters), needed, strict=True)
     ]
-    return dhidden, dcontext, grads
+    absent = hidden.new_empty(0, dtype=Settings(*settings[:-1]).dtype)
+    dtables = [absent if table is None else table.new_empty(table.shape if of_tables else (0,)) for table in tables]
+    return dhidden, dcontext, grads, [] if slots is None else dtables
 
 
-# Either cu_seqlens is given, for a whole layer, or context, the output of attention, for the rest of it. layers: where
-# nothing is saved, the parameters of several layers may follow each other; each layer has three dropout sites.
+# Either cu_seqlens is given, for a whole layer, or context, the output of attention, for the rest of it. With slots,
+# scores depend on distances, as in relative_attention. layers: where nothing is saved, the parameters of several layers
+# may follow each other; each layer has three dropout sites, and the tables are the same.
 _SETTINGS = (
-    "Tensor? cu_seqlens, Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p,"
-    " float down_p, int site, str approximate, ScalarType dtype, float out_eps, float down_eps"
+    "Tensor? cu_seqlens, Tensor? slots, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias,"
+    " Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p, float down_p, int site,"
+    " str approximate, ScalarType dtype, float out_eps, float down_eps"
 )
 FWD = Primitive(
     "encoder_layer_fwd",
@@ -178,7 +192,7 @@ FWD = Primitive(
 BWD = Primitive(
     "encoder_layer_bwd",
     f"(Tensor dy, Tensor hidden, Tensor? context, Tensor[] parameters, Tensor[] saved, {_SETTINGS}, int[] needed)"
-    " -> (Tensor dhidden, Tensor dcontext, Tensor[] dparameters)",
+    " -> (Tensor dhidden, Tensor dcontext, Tensor[] dparameters, Tensor[] dtables)",
     _fake_backward,
     _backward,
 )
@@ -189,22 +203,23 @@ BWD = Primitive(
 
 class _EncoderLayer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, backend, settings, cu_seqlens, rng, hidden, context, *parameters):
-        y, saved = FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, True, 1)
-        ctx.save_for_backward(cu_seqlens, rng, hidden, context, *parameters, *saved)
+    def forward(ctx, backend, settings, cu_seqlens, rng, slots, keys, queries, bias, hidden, context, *parameters):
+        tables = slots, keys, queries, bias
+        y, saved = FWD(backend, hidden, context, parameters, cu_seqlens, *tables, rng, *settings, True, 1)
+        ctx.save_for_backward(cu_seqlens, rng, *tables, hidden, context, *parameters, *saved)
         ctx.backend, ctx.settings, ctx.count = backend, settings, len(parameters)
         return y
 
     @staticmethod
     @first_derivative_only("encoder_layer")
     def backward(ctx, saved, dy):
-        cu_seqlens, rng, hidden, context, *rest = saved
+        cu_seqlens, rng, slots, keys, queries, bias, hidden, context, *rest = saved
         parameters, kept = rest[: ctx.count], rest[ctx.count :]
-        need = ctx.needs_input_grad[4:]
-        given = (dy, hidden, context, parameters, kept, cu_seqlens, rng, *ctx.settings, [int(x) for x in need])
-        dhidden, dcontext, grads = BWD(ctx.backend, *given)
-        grads = [grad if needed else None for grad, needed in zip((dhidden, dcontext, *grads), need, strict=True)]
-        return None, None, None, None, *grads
+        of_tables, need = ctx.needs_input_grad[5:8], ctx.needs_input_grad[8:]
+        given = cu_seqlens, slots, keys, queries, bias, rng, *ctx.settings, [*map(int, need), int(any(of_tables))]
+        dhidden, dcontext, grads, dtables = BWD(ctx.backend, dy, hidden, context, parameters, kept, *given)
+        found, need = (*(dtables or [None] * 3), dhidden, dcontext, *grads), (*of_tables, *need)
+        return *[None] * 5, *[grad if needed else None for grad, needed in zip(found, need, strict=True)]
 
 
 def encoder_layer(
@@ -221,6 +236,7 @@ def encoder_layer(
     dropout_p: float = 0.0,
     rng: Tensor | None = None,
     site: int = 1,
+    positions: RelativePositions | None = None,
 ) -> Tensor:
     """A whole post-norm layer (Devlin et al., "BERT", 2018) on packed tokens.
 
@@ -228,12 +244,14 @@ def encoder_layer(
     keys and values, (3C, C), or of three projections, (C, C) each; of the projection after attention, (C, C); of its
     LayerNorm, (C,); of the MLP's two layers, (I, C) and (C, I); of its LayerNorm. They are in hidden's dtype or
     float32. cu_seqlens, max_seqlen, scale and rng as in `attention`. eps: of both LayerNorms. site: that of attention;
-    site + 1 and site + 2 are those of the dropouts before the residual sums, with probability dropout_p. Returns (T, C)
-    in hidden's dtype; under autocast the products have autocast's dtype, and a float32 hidden still gives float32.
+    site + 1 and site + 2 are those of the dropouts before the residual sums, with probability dropout_p. positions: as
+    in `relative_attention`, which is then the layer's attention, in hidden's dtype or float32. Returns (T, C) in
+    hidden's dtype; under autocast the products have autocast's dtype, and a float32 hidden still gives float32.
     The result has the same bits as that of the separate ops on the same backend (on a GPU, `dense_gelu` may round
     differently). Saved for backward are, per token, hidden, 7C + I numbers, four statistics and one number per head;
     the GELU is computed again.
-    Raises ValueError (shapes, devices, cu_seqlens, dropout) and TypeError (dtypes).
+    Raises ValueError (shapes, devices, cu_seqlens, dropout), TypeError (dtypes) and IndexError (slots, if values are
+    checked).
 
     Equivalent to::
 
@@ -243,16 +261,16 @@ def encoder_layer(
         x = F.gelu(F.linear(hidden, up_weight, up_bias))
         F.layer_norm(F.dropout(F.linear(x, down_weight, down_bias), dropout_p) + hidden, ...)
     """
-    _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate)
+    _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate, positions)
     checks.dropout("encoder_layer", attention_dropout_p, rng, hidden.device, random.ATTENTION_BITS)
     checks.dropout("encoder_layer", dropout_p, rng, hidden.device, random.ROW_BITS)
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
-    live = needs_grad(hidden, *parameters)
+    live = needs_grad(hidden, *parameters, *(positions or ()))
     sizes = {"size": hidden.shape[1], "head_size": parameters[OUT].shape[1] // num_heads}
     backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live, **sizes)
     live = live and backend != "reference"
-    return run_layer(backend, live, hidden, None, parameters, cu_seqlens, rng, settings)
+    return run_layer(backend, live, hidden, None, parameters, cu_seqlens, rng, settings, positions=positions)
 
 
 def after_attention(
@@ -306,12 +324,14 @@ def run_layer(
     rng: Tensor | None,
     settings: Settings,
     layers: int = 1,
+    positions: RelativePositions | None = None,
 ) -> Tensor:
     """`encoder_layer`, or `after_attention` if context is given, on a chosen backend with checked arguments. live:
     whether there is a backward. layers: how many run in a row; 1 if there is a context or a backward."""
+    tables = (None,) * 4 if positions is None else positions.beside(settings.dtype)
     if live:
-        return _EncoderLayer.apply(backend, settings, cu_seqlens, rng, hidden, context, *parameters)
-    return FWD(backend, hidden, context, parameters, cu_seqlens, rng, *settings, False, layers)[0]
+        return _EncoderLayer.apply(backend, settings, cu_seqlens, rng, *tables, hidden, context, *parameters)
+    return FWD(backend, hidden, context, parameters, cu_seqlens, *tables, rng, *settings, False, layers)[0]
 
 
 def _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps) -> Settings:
@@ -326,13 +346,15 @@ def _after_settings(hidden, p, site, approximate, eps) -> Settings:
     return Settings(0, 1, 1.0, 0.0, p, p, site, approximate, autocast_dtype(hidden), eps, eps)
 
 
-def _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate):
+def _check(hidden, parameters, num_heads, cu_seqlens, max_seqlen, eps, approximate, positions):
     op = "encoder_layer"
     heads_width = _check_parameters(op, hidden, parameters, (12, 16))
     if num_heads < 1 or heads_width % num_heads:
         raise ValueError(f"{op}: num_heads is {num_heads}; expected a divisor of {heads_width}")
     checks.sequences(op, cu_seqlens, max_seqlen, hidden.shape[0])
     checks.same_device(op, {"hidden": hidden, "cu_seqlens": cu_seqlens})
+    if positions is not None:
+        check_positions(op, {"hidden": hidden}, num_heads, heads_width // num_heads, positions)
     check_approximate(op, approximate)
     _check_eps(op, eps)
 

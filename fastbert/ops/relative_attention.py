@@ -139,32 +139,32 @@ class _RelativeAttention(torch.autograd.Function):
         return None, dqkv, None, *dtables, *[None] * 6
 
 
-def _check(qkv: Tensor, positions: RelativePositions) -> None:
+def check_positions(op: str, beside: dict[str, Tensor], heads: int, size: int, positions: RelativePositions) -> None:
+    """beside: the activation, by its name, whose device and dtype the tables have. heads, size: H and D."""
     slots, keys, queries, bias = positions
     if not isinstance(slots, Tensor) or slots.dtype != torch.int32:
         given = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__
-        raise TypeError(f"{_OP}: slots is {given}; expected a torch.int32 tensor")
+        raise TypeError(f"{op}: slots is {given}; expected a torch.int32 tensor")
     if slots.dim() != 1 or slots.shape[0] % 2 == 0:
-        raise ValueError(f"{_OP}: slots has shape {tuple(slots.shape)}; expected (2 L - 1,), an odd number")
+        raise ValueError(f"{op}: slots has shape {tuple(slots.shape)}; expected (2 L - 1,), an odd number")
     names = {"keys": keys, "queries": queries, "bias": bias}
     given = {name: table for name, table in names.items() if table is not None}
     if not given:
-        raise ValueError(f"{_OP}: keys, queries and bias are None; expected at least one (or the op attention)")
-    activations, parameters = {"qkv": qkv}, given
-    if checks.autocast_on(qkv.device.type):
+        raise ValueError(f"{op}: keys, queries and bias are None; expected at least one (or attention without them)")
+    activations, parameters = beside, given
+    if checks.autocast_on(slots.device.type):
         activations, parameters = activations | given, {}
-    checks.floats(_OP, activations, parameters)
-    checks.same_device(_OP, {"qkv": qkv, "slots": slots})
+    checks.floats(op, activations, parameters)
+    checks.same_device(op, beside | {"slots": slots})
     for name, table in given.items():
-        checks.shape(_OP, name, table, *(((None,) * 2, "(H, W)") if name == "bias" else ((None,) * 3, "(W, H, D)")))
-    heads, size = qkv.shape[2:]
+        checks.shape(op, name, table, *(((None,) * 2, "(H, W)") if name == "bias" else ((None,) * 3, "(W, H, D)")))
     width = bias.shape[-1] if keys is None and queries is None else (queries if keys is None else keys).shape[0]
     if width == 0:
-        raise ValueError(f"{_OP}: the tables have no slot; expected at least one")
+        raise ValueError(f"{op}: the tables have no slot; expected at least one")
     for name, table in given.items():
         shape, letters = ((heads, width), "(H, W)") if name == "bias" else ((width, heads, size), "(W, H, D)")
-        checks.shape(_OP, name, table, shape, letters, "H and D as in qkv, one W for all")
-    checks.index_range(_OP, "slots", slots, width)
+        checks.shape(op, name, table, shape, letters, "H and D of the heads, one W for all")
+    checks.index_range(op, "slots", slots, width)
 
 
 def relative_attention(
@@ -201,7 +201,7 @@ def relative_attention(
     The form is that of He et al., "DeBERTa: Decoding-enhanced BERT with Disentangled Attention", 2021, equation 4.
     """
     check(_OP, qkv, cu_seqlens, max_seqlen, dropout_p, rng)
-    _check(qkv, positions)
+    check_positions(_OP, {"qkv": qkv}, *qkv.shape[2:], positions)
     return relative_attention_unchecked(qkv, cu_seqlens, max_seqlen, positions, scale, dropout_p, rng, site)
 
 
@@ -211,9 +211,7 @@ def relative_attention_unchecked(
     """`relative_attention` for a forward that has checked cu_seqlens and slots already."""
     checks.dropout(_OP, dropout_p, rng, qkv.device, random.ATTENTION_BITS)
     dtype = autocast_dtype(qkv)
-    slots, keys, queries, bias = positions
-    qkv, keys, queries = (None if x is None else x.to(dtype) for x in (qkv, keys, queries))
-    bias = None if bias is None else wide(bias)
+    qkv, (slots, keys, queries, bias) = qkv.to(dtype), positions.beside(dtype)
     scale = qkv.shape[-1] ** -0.5 if scale is None else scale
     live = needs_grad(qkv, keys, queries, bias)
     backend = backends.choose(_OP, qkv.device.type, dtype, backward=live, size=qkv.shape[-1])
