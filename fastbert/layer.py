@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fastbert import backends, config, distances, ops, random
 from fastbert.ops import checks
-from fastbert.ops.attention import RelativePositions, attention_to_seen, attention_unchecked
+from fastbert.ops.attention import RelativePositions, attention_to_seen, attention_unchecked, tables_beside
 from fastbert.ops.encoder_layer import OUT, Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
 from fastbert.ops.op import autocast_dtype, autocast_on, needs_grad
@@ -541,7 +541,7 @@ def _all_prepared(
     backend = backends.find("packed_layer", hidden.device.type, hidden.dtype, backward=False)
     if backend is None or needs_grad(hidden, *parameters, *(positions or ())):
         return None
-    given = hidden, None, parameters, scales, packing.cu_seqlens, *(positions or _NO_POSITIONS)
+    given = hidden, None, parameters, scales, packing.cu_seqlens, *tables_beside(positions, hidden.dtype)
     return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(layers[0]), len(layers))
 
 
@@ -595,11 +595,8 @@ def _as_prepared(
     if needs_grad(*(positions or ())):
         return None
     cu_seqlens = packing.cu_seqlens if context is None else None
-    given = hidden, context, *found, cu_seqlens, *(positions or _NO_POSITIONS)
+    given = hidden, context, *found, cu_seqlens, *tables_beside(positions, hidden.dtype)
     return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(parts), 1)
-
-
-_NO_POSITIONS = (None,) * 4
 
 
 def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:

@@ -216,11 +216,10 @@ struct Attention {
         by_head(view(qkv, {qkv.size(0), 3, heads, qkv.size(1) / (3 * heads)})),
         batch(by_head, cu_seqlens, scale, {}) {
     if (positions.slots) {
-      const auto in = [](const OptionalTensor& table, ScalarType type) {
-        return table ? OptionalTensor(contiguous(*table, type)) : std::nullopt;
+      const auto cast = [&](const OptionalTensor& table) {
+        return table ? OptionalTensor(contiguous(*table, type_of(qkv))) : std::nullopt;
       };
-      tables.emplace(by_head, *positions.slots, in(positions.keys, type_of(qkv)), in(positions.queries, type_of(qkv)),
-                     in(positions.bias, math_type(qkv)));
+      tables.emplace(by_head, *positions.slots, cast(positions.keys), cast(positions.queries), positions.bias);
       packed.emplace(batch, by_head, *positions.slots, *tables, false);
     }
     std::tie(out, lse) = attention_outputs(batch, by_head);
@@ -304,6 +303,8 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
   FB_CHECK_VALUE(count == 1 || (count > 1 && !context), "packed_layer: ", count,
                  " layers; expected one, or several without a context");
+  if (keys) check_dtype("packed_layer", "keys", *keys, type_of(hidden));
+  if (queries) check_dtype("packed_layer", "queries", *queries, type_of(hidden));
   std::vector<Layer> layers;
   for (int64_t i = 0; i < count; ++i)
     layers.emplace_back(part_of(parameters, i, count), part_of(scales, i, count), context.has_value());

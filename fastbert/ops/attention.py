@@ -1,6 +1,6 @@
 """attention: softmax(Q K^T) V within each sequence of a packed batch, reading the QKV projection's output in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -82,6 +82,11 @@ class RelativePositions(NamedTuple):
         if self.queries is not None:
             total = total + (k * scale @ wide(self.queries).permute(1, 2, 0)).gather(-1, slots.mT.expand(shape)).mT
         return total
+
+
+def tables_beside(positions: RelativePositions | None, dtype: torch.dtype) -> Sequence[Tensor | None]:
+    """Slots, keys, queries and bias as primitives take them beside activations in `dtype`."""
+    return (None,) * 4 if positions is None else positions.beside(dtype)
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float, positions: RelativePositions | None = None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.attention import RelativePositions, attention_ref
+from fastbert.ops.attention import RelativePositions, attention_ref, tables_beside
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.dense_gelu import dense_gelu_ref
 from fastbert.ops.layer_norm import add_layer_norm_ref, statistics
@@ -169,8 +169,11 @@ def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, slots, ke
         tensor.new_empty(tensor.shape if need else (0,))
         for tensor, need in zip((hidden, like, *parameters), needed, strict=True)
     ]
-    absent = hidden.new_empty(0, dtype=Settings(*settings[:-1]).dtype)
-    dtables = [absent if table is None else table.new_empty(table.shape if of_tables else (0,)) for table in tables]
+    dtype = Settings(*settings[:-1]).dtype
+    dtables = [
+        hidden.new_empty(0, dtype=dtype) if table is None else table.new_empty(table.shape if of_tables else (0,))
+        for table in tables
+    ]
     return dhidden, dcontext, grads, [] if slots is None else dtables
 
 
@@ -328,7 +331,7 @@ def run_layer(
 ) -> Tensor:
     """`encoder_layer`, or `after_attention` if context is given, on a chosen backend with checked arguments. live:
     whether there is a backward. layers: how many run in a row; 1 if there is a context or a backward."""
-    tables = (None,) * 4 if positions is None else positions.beside(settings.dtype)
+    tables = tables_beside(positions, settings.dtype)
     if live:
         return _EncoderLayer.apply(backend, settings, cu_seqlens, rng, *tables, hidden, context, *parameters)
     return FWD(backend, hidden, context, parameters, cu_seqlens, *tables, rng, *settings, False, layers)[0]

@@ -19,7 +19,7 @@ import fastbert
 from fastbert import backends, layer, parts
 
 LENGTHS, SEQLEN = [7, 1, 12], 12
-FAMILIES = [name for name in CONFIGS if name not in ("deberta-v2", "mpnet")]  # whose attention depends on distances
+FAMILIES = [name for name in CONFIGS if name != "deberta-v2"]  # whose layers each project the distances
 
 pytestmark = pytest.mark.skipif(
     backends.find("encoder_layer", DEVICE, torch.float32, backward=False) is None or DEVICE != "cpu",
@@ -98,12 +98,13 @@ def test_modes(kind, mode, monkeypatch):
     assert mode != "dropout" or not torch.equal(whole, run(model.eval())[0])
 
 
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
 @pytest.mark.parametrize("kind", ["own", "accelerated"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients(kind, frozen, monkeypatch):
+def test_gradients(kind, frozen, family, monkeypatch):
     """Each layer is one call, even if a frozen first layer needs no gradient; the layers' modules are not called."""
     dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
-    model, called = model_of(kind, **dropout).train(), []
+    model, called = model_of(kind, family, **dropout).train(), []
     if frozen:
         model.embeddings.requires_grad_(False)
         layers_of(model)[0].requires_grad_(False)
@@ -118,6 +119,19 @@ def test_gradients(kind, frozen, monkeypatch):
         results.append([hidden, *[p.grad for p in model.parameters() if p.grad is not None]])
         assert len(called) == (len(results) - 1) * count(model)
     assert len(results[0]) > 12 and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["own", "accelerated"])
+def test_a_table_of_distances_that_alone_is_trained(kind, monkeypatch):
+    model, gradients = model_of(kind, "mpnet").requires_grad_(False), []
+    table = model.encoder.relative_attention_bias.weight.requires_grad_(True)
+    for step in (run, lambda *args, **options: by_layers(model, monkeypatch, **options)):
+        table.grad = None
+        hidden, times = step(model, grad=True)
+        hidden.sin().sum().backward()
+        gradients.append(table.grad)
+        assert times == count(model)
+    assert torch.equal(*gradients) and gradients[0].abs().max() > 0
 
 
 def layers_of(model):
@@ -173,8 +187,9 @@ def replace_dense(model, seen):
     "somebody", [hook, hook_before, hook_inside, hook_everywhere, wrap, compile_one, replace_dense]
 )
 @pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers:RuntimeWarning")  # every such hook causes it
-def test_somebody_between_the_layers_is_called(somebody, kind):
-    model, seen = model_of(kind), []
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_somebody_between_the_layers_is_called(somebody, kind, family):
+    model, seen = model_of(kind, family), []
     expected, _ = run(model)
     somebody(model, seen)
     handles = [each for each in seen if not isinstance(each, int)]
@@ -224,8 +239,9 @@ def subclass(model):
     ("kind", "change"),
     [("own", subclass), *[(kind, hook) for kind in ("own", "accelerated") for hook in (backward_hook, framework_hook)]],
 )
-def test_layers_that_have_to_be_called(kind, change, monkeypatch):
-    model = model_of(kind)
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
+def test_layers_that_have_to_be_called(kind, change, family, monkeypatch):
+    model = model_of(kind, family)
     change(model)
     (found, times), (expected, singly) = run(model), by_layers(model, monkeypatch)
     assert torch.equal(found, expected) and times == singly == count(model)
@@ -239,10 +255,10 @@ def test_what_was_recorded_once_costs_nothing_later():
         assert times == (count(model) if "output_hidden_states" in asked else 1) or "output_attentions" in asked
 
 
-@pytest.mark.parametrize("kind", ["own", "accelerated"])
-def test_layers_that_are_computed_again(kind, monkeypatch):
+@pytest.mark.parametrize(("kind", "family"), [("own", "bert"), ("accelerated", "bert"), ("own", "mpnet")])
+def test_layers_that_are_computed_again(kind, family, monkeypatch):
     """Gradient checkpointing recomputes every layer separately."""
-    model = model_of(kind).train()
+    model = model_of(kind, family).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     hidden, times = run(model, grad=True)
     before = calls()
@@ -265,9 +281,10 @@ def test_a_layer_that_another_thread_recomputes_runs_on_the_forced_backend(kind,
     assert layers_of(model)[0].output.dense.weight.grad is not None
 
 
+@pytest.mark.parametrize("family", ["bert", "mpnet"])
 @pytest.mark.parametrize("kind", ["own", "accelerated", "fp32"])
-def test_hidden_states_and_attentions(kind, monkeypatch):
-    model = model_of(kind)
+def test_hidden_states_and_attentions(kind, family, monkeypatch):
+    model = model_of(kind, family)
     for asked in ({"output_hidden_states": True}, {"output_attentions": True}):
         found, expected = run(model, **asked), by_layers(model, monkeypatch, **asked)
         assert torch.equal(found[0], expected[0]) and found[1] == expected[1]

@@ -113,10 +113,9 @@ def right_call(name: str, n: Sizes) -> list:
         rest = [ends, n.T, 0.5, 0.25, key, 3]
         return [qkv, *rest] if direction == "fwd" else [out, qkv, out, normal(n.wide, n.H, n.T), *rest]
     if op == "relative_attention":
-        table = normal(n.dtype, n.K, n.H, n.D)
-        positions = [below(n.K, 2 * n.C - 1).int(), table, table, normal(n.wide, n.H, n.K)]
         first, *rest = right_call(f"attention_{direction}", n)
         tensors = 0 if direction == "fwd" else 3
+        positions = right_positions(n, n.dtype)
         return [first, *rest[:tensors], *positions, *rest[tensors:]] + [True] * (direction == "bwd")
     if op == "packed_linear":
         weight, scale = packed(n, n.K, n.C)
@@ -132,6 +131,12 @@ def right_call(name: str, n: Sizes) -> list:
     return [padded, places] if name == "padding_pack" else [padded.flatten(0, 1)[places], places, n.K, n.C]
 
 
+def right_positions(n: Sizes, dtype: torch.dtype) -> list:
+    """Slots, and tables of positions beside activations of this dtype."""
+    wide, table = torch.promote_types(dtype, torch.float32), normal(dtype, n.K, n.H, n.D)
+    return [below(n.K, 2 * n.C - 1).int(), table, table, normal(wide, n.H, n.K)]
+
+
 def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) -> list:
     """Arguments of the whole layer if the number of heads is odd, else of the part that follows attention."""
     whole = n.H % 2
@@ -139,10 +144,11 @@ def right_layer(direction: str, n: Sizes, x: Tensor, ends: Tensor, key: Tensor) 
     ends = ends if whole else None
     sizes = [(n.H * n.D, n.C)] * (3 * whole) + [(n.C, n.H * n.D), (n.C,), (n.K, n.C), (n.C, n.K), (n.C,)]
     parameters = [normal(n.parameters, *size) for weight in sizes for size in (weight, weight[:1])]
-    settings = [ends, key, n.T, n.H, 0.5, 0.25, 0.25, 0.25, 3, "none", n.dtype, 1e-12, 1e-12]
+    positions = right_positions(n, n.dtype) if whole and n.K % 2 else [None] * 4
+    settings = [ends, *positions, key, n.T, n.H, 0.5, 0.25, 0.25, 0.25, 3, "none", n.dtype, 1e-12, 1e-12]
     if direction == "fwd":
         return [x, context, parameters, *settings, True, 1]
-    rows, needed = normal(n.wide, n.T).abs(), [1, 1 - whole] + [1] * len(parameters)
+    rows, needed = normal(n.wide, n.T).abs(), [1, 1 - whole] + [1] * len(parameters) + [int(positions[0] is not None)]
     saved = [normal(n.dtype, n.T, 3, n.H, n.D), normal(n.dtype, n.T, n.H, n.D), normal(n.wide, n.H, n.T)] * whole
     saved += [x, rows, rows, x, normal(n.dtype, n.T, n.K), x, rows, rows]
     return [x, x, context, parameters, saved, *settings, needed]
@@ -176,10 +182,11 @@ def right_packed_layer(n: Sizes, x: Tensor, ends: Tensor) -> list:
             parameters += weight, normal(torch.float32, size[0])
             scales.append(torch.empty(0) if scale is None else scale)
     if n.K % 2:
-        return [x, None, parameters, scales, ends, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5, 1]
+        positions = right_positions(n, x.dtype) if n.C % 2 else [None] * 4
+        return [x, None, parameters, scales, ends, *positions, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5, 1]
     context = normal(x.dtype, n.T, n.H * n.D)
     parameters, scales = parameters[2 * projections :], scales[projections:]
-    return [x, context, parameters, scales, None, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5, 1]
+    return [x, context, parameters, scales, *[None] * 5, n.T, n.H, 0.5, "tanh", 1e-12, 1e-5, 1]
 
 
 # ---- wrong arguments

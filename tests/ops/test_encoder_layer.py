@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from test_relative_attention import SLOTS
 
 import fastbert
 from fastbert import backends, ops, random, testing
@@ -12,6 +13,7 @@ from fastbert.ops.op import PRIMITIVES
 
 ONE = "qkv_weight qkv_bias"
 THREE = "q_weight q_bias k_weight k_bias v_weight v_bias"
+PLAIN = (None,) * 4  # no positions
 REST = "out_weight out_bias norm_weight norm_bias up_weight up_bias down_weight down_bias last_weight last_bias"
 
 
@@ -30,15 +32,18 @@ class TestEncoderLayer(OpSuite):
     p = 0.0
     approximate = "none"
 
+    def names(self):
+        return tuple(f"{self.projections} {REST}".split())
+
     @property
     def parameters(self):
-        return tuple(f"{self.projections} {REST}".split())
+        return self.names()
 
     def inputs(self, shape, dtype, device):
         lengths, width, self.heads, inner = shape
         sizes = {"qkv": (3 * width, width), "up": (inner, width), "down": (width, inner)}
         inputs = {"hidden": normal(sum(lengths), width, dtype=dtype, device=device)}
-        for name in self.parameters:
+        for name in self.names():
             part, kind = name.split("_")
             rows, columns = sizes.get(part, (width, width))
             norm = part in ("norm", "last")
@@ -50,14 +55,17 @@ class TestEncoderLayer(OpSuite):
 
     def parameters_of(self, inputs):
         """The layer's parameters, in its order."""
-        return [inputs[name] for name in self.parameters]
+        return [inputs[name] for name in self.names()]
 
     def empty(self, dtype, device):
         return self.inputs(((0, 0), 8, 2, 12), dtype, device)
 
+    def positions(self, inputs):
+        return None
+
     def _call(self, op, hidden, cu_seqlens, longest, **parameters):
         dropping = {"attention_dropout_p": self.p, "dropout_p": self.p, "rng": self.rng(hidden), "site": 4}
-        options = dropping | {"approximate": self.approximate, "eps": 1e-5}
+        options = dropping | {"approximate": self.approximate, "eps": 1e-5, "positions": self.positions(parameters)}
         return op(hidden, self.parameters_of(parameters), self.heads, cu_seqlens, longest, **options)
 
     def rng(self, hidden):
@@ -80,7 +88,9 @@ class TestEncoderLayer(OpSuite):
         hidden, cu_seqlens, heads = inputs["hidden"], inputs["cu_seqlens"], self.heads
         dropout = (self.p,) * 3
         settings = Settings(inputs["longest"], heads, 0.5, *dropout, 4, self.approximate, hidden.dtype, 1e-5, 1e-5)
-        given = (cu_seqlens, self.rng(hidden), *settings)
+        positions = self.positions(inputs)
+        tables = PLAIN if positions is None else positions.beside(hidden.dtype)
+        given = (cu_seqlens, *tables, self.rng(hidden), *settings)
         yield from layer_calls(hidden, None, parameters, given)
 
     def test_second_derivative_is_refused(self, backend):
@@ -97,7 +107,8 @@ def layer_calls(hidden, context, parameters, given):
     if backend := backends.find("encoder_layer", hidden.device.type, hidden.dtype, backward=True):
         yield "encoder_layer_fwd", (hidden, context, parameters, *given, True, 1)
         y, saved = PRIMITIVES["encoder_layer_fwd"](backend, hidden, context, parameters, *given, True, 1)
-        for needed in ([1, int(context is not None)] + [1] * len(parameters), [1, 0] + [0] * len(parameters)):
+        everything, of_tables = [1, int(context is not None)] + [1] * len(parameters), int(given[1] is not None)
+        for needed in ([*everything, of_tables], [1, 0] + [0] * len(parameters) + [0]):
             yield "encoder_layer_bwd", (y, hidden, context, parameters, saved, *given, needed)
 
 
@@ -119,6 +130,36 @@ class TestDropout(TestEncoderLayer):
     @pytest.mark.slow  # it only adds the random numbers, which every op's test covers
     def test_compiles_to_one_graph(self, backend):
         super().test_compiles_to_one_graph(backend)
+
+
+class TestDistances(TestEncoderLayer):
+    """Scores that also depend on the distance of query and key, with dropout."""
+
+    p = 0.25
+    tables = ("keys", "queries", "bias")
+    shapes = [
+        pytest.param(((70, 0, 31), 24, 3, 40), id="more-than-a-tile-of-queries"),
+        pytest.param(((1, 2), 10, 2, 7), id="odd"),
+    ]
+
+    @property
+    def parameters(self):
+        return (*self.names(), *self.tables)
+
+    def inputs(self, shape, dtype, device):
+        inputs, slots = super().inputs(shape, dtype, device), SLOTS["log"]
+        heads, size = self.heads, shape[1] // self.heads
+        shapes = {"keys": (16, heads, size), "queries": (16, heads, size), "bias": (heads, 16)}
+        tables = {name: normal(*shapes[name], dtype=dtype, device=device) for name in self.tables}
+        return inputs | {"slots": slots.to(device)} | tables
+
+    def positions(self, inputs):
+        return ops.RelativePositions(inputs["slots"], *[inputs.get(name) for name in ("keys", "queries", "bias")])
+
+
+class TestBiasOfDistances(TestDistances):
+    p = 0.0
+    tables = ("bias",)
 
 
 class TestAfterAttention(TestEncoderLayer):
@@ -157,7 +198,7 @@ class TestAfterAttention(TestEncoderLayer):
     def primitive_calls(self, inputs):
         hidden, parameters = inputs["hidden"], self.parameters_of(inputs)
         settings = Settings(0, 1, 1.0, 0.0, self.p, self.p, 4, self.approximate, hidden.dtype, 1e-5, 1e-5)
-        yield from layer_calls(hidden, inputs["context"], parameters, (None, self.rng(hidden), *settings))
+        yield from layer_calls(hidden, inputs["context"], parameters, (None, *PLAIN, self.rng(hidden), *settings))
 
 
 class TestAfterAttentionWithDropout(TestAfterAttention):
@@ -182,6 +223,7 @@ def plain_layer(
     dropout_p,
     rng,
     site,
+    positions=None,
     linear=F.linear,
 ):
     """The layer in plain PyTorch, one sequence at a time, in hidden's dtype."""
@@ -191,13 +233,26 @@ def plain_layer(
     contexts = [qkv.new_empty(0, hidden.shape[1])]
     for i, (start, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         q, k, v = qkv[start:end].permute(1, 2, 0, 3)
-        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        scores = q @ k.mT * q.shape[-1] ** -0.5
+        weights = (scores if positions is None else scores + of_distances(q, k, *positions)).softmax(-1)
         if attention_dropout_p:
             kept = random.attention_keep(rng, site, i + 1, heads, end - start, attention_dropout_p)[-1]
             weights = torch.where(kept, weights * random.keep_scale(attention_dropout_p, 8), 0)
         contexts.append((weights @ v).transpose(0, 1).flatten(1))
     rest = {"eps": eps, "approximate": approximate, "dropout_p": dropout_p, "rng": rng, "site": site, "linear": linear}
     return plain_rest(torch.cat(contexts), hidden, parameters[-10:], **rest)
+
+
+def of_distances(q, k, slots, keys, queries, bias):
+    """What tables add to the scores of one sequence, gathered for each pair of tokens. q, k: (H, S, D)."""
+    place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
+    slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
+    scores = q.new_zeros(())
+    if keys is not None:
+        scores = scores + torch.einsum("hid,ijhd->hij", q, keys[slot].to(q.dtype))
+    if queries is not None:
+        scores = scores + torch.einsum("hjd,ijhd->hij", k, queries[slot].to(q.dtype))
+    return scores * q.shape[-1] ** -0.5 + (0 if bias is None else bias[:, slot].to(q.dtype))
 
 
 def plain_rest(context, hidden, parameters, *, eps, approximate, dropout_p, rng, site, linear=F.linear):
@@ -272,7 +327,11 @@ def test_bits_of_the_single_ops(case, monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("suite", [TestThreeProjections(), TestDropout()], ids=["three projections", "dropout"])
+@pytest.mark.parametrize(
+    "suite",
+    [TestThreeProjections(), TestDropout(), TestDistances()],
+    ids=["three projections", "dropout", "distances"],
+)
 def test_several_layers_in_one_call(suite, backend):
     """Each layer has its own parameters and its own three dropout sites."""
     if reason := backends.why_not(backend, "encoder_layer", "cpu", torch.float32):
@@ -281,12 +340,13 @@ def test_several_layers_in_one_call(suite, backend):
     inputs = [suite.inputs(((5, 0, 3), 8, 2, 12), torch.float32, "cpu") for _ in range(3)]
     parameters = [suite.parameters_of(each) for each in inputs]
     hidden, ends, key = inputs[0]["hidden"], inputs[0]["cu_seqlens"], suite.rng(inputs[0]["hidden"])
+    tables = suite.positions(inputs[0]) or PLAIN
     settings = Settings(5, 2, 0.5, suite.p, suite.p, suite.p, 4, "none", torch.float32, 1e-5, 1e-5)
-    run, at_once = PRIMITIVES["encoder_layer_fwd"], sum(parameters, [])
-    whole, saved = run(backend, hidden, None, at_once, ends, key, *settings, False, 3)
+    run, at_once, key = PRIMITIVES["encoder_layer_fwd"], sum(parameters, []), (*tables, key)
+    whole, saved = run(backend, hidden, None, at_once, ends, *key, *settings, False, 3)
     for turn, each in enumerate(parameters):
         one = settings._replace(site=4 + 3 * turn)
-        hidden, _ = run(backend, hidden, None, each, ends, key, *one, False, 1)
+        hidden, _ = run(backend, hidden, None, each, ends, *key, *one, False, 1)
     assert torch.equal(whole, hidden) and not saved
     if backend == "reference":
         return
@@ -297,23 +357,26 @@ def test_several_layers_in_one_call(suite, backend):
         (None, False, 5, "tensors of 5 layers; expected as many of each"),
     ):
         with pytest.raises(ValueError, match=words):
-            run(backend, hidden, context, at_once, ends, key, *settings, save, layers)
+            run(backend, hidden, context, at_once, ends, *key, *settings, save, layers)
 
 
-def test_gradients_that_nobody_asked_for_are_not_computed():
+@pytest.mark.parametrize("suite", [TestEncoderLayer(), TestDistances()], ids=["plain", "distances"])
+def test_gradients_that_nobody_asked_for_are_not_computed(suite):
     """The operator returns empty tensors for them. Nothing is computed below the lowest tensor that needs one."""
     torch.manual_seed(0)
-    suite = TestEncoderLayer()
     inputs = suite.inputs(((5, 3), 8, 2, 12), torch.float32, "cpu")
     calls = [args for name, args in suite.primitive_calls(inputs) if name == "encoder_layer_bwd"]
     if not calls:
         pytest.skip("there are no CPU kernels")
-    *given, _ = calls[0]
-    *_, everything = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [1, 0] + [1] * 12)
-    for i in range(12):
-        dhidden, _, grads = PRIMITIVES["encoder_layer_bwd"]("cpu", *given, [0, 0] + [int(i == j) for j in range(12)])
+    *given, needed = calls[0]
+    run, tables = PRIMITIVES["encoder_layer_bwd"], needed[-1]
+    *_, everything, of_tables = run("cpu", *given, needed)
+    for i in range(12 + tables):
+        dhidden, _, grads, dtables = run("cpu", *given, [0, 0] + [int(i == j) for j in range(13)])
         assert dhidden.numel() == 0 and [g.numel() > 0 for g in grads] == [i == j for j in range(12)]
-        assert torch.equal(grads[i], everything[i])
+        assert [g.numel() > 0 for g in dtables] == [i == 12] * 3 * tables
+        found, expected = ([grads[i]], [everything[i]]) if i < 12 else (dtables, of_tables)
+        assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from op_suite import normal
 from test_encoder_layer import ONE, REST, THREE, plain_layer
+from test_relative_attention import SLOTS
 
 import fastbert
 from fastbert import backends, ops, testing
@@ -552,6 +553,7 @@ class Layer:
 
     def __init__(self, projections, kind, plain=(), lengths=LENGTHS):
         dtype, weights = KINDS[kind]
+        self.positions = None
         sizes = {"qkv": (3 * WIDTH, WIDTH), "up": (WIDE, WIDTH), "down": (WIDTH, WIDE)}
         self.hidden = normal(sum(lengths), WIDTH, dtype=dtype, device="cpu")
         self.ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -579,7 +581,7 @@ class Layer:
             self.scales.append(scale)
 
     def call(self, approximate="none"):
-        tensors = self.hidden, None, self.parameters, self.scales, self.ends
+        tensors = self.hidden, None, self.parameters, self.scales, self.ends, *(self.positions or [None] * 4)
         return *tensors, self.longest, HEADS, (WIDTH // HEADS) ** -0.5, approximate, 1e-5, 1e-12, 1
 
 
@@ -602,7 +604,11 @@ def by_single_ops(layer, approximate="none"):
     *of_projections, of_out, of_up, of_down = layer.scales
     each = [dense(hidden, part, scale) for part, scale in zip(projections, of_projections, strict=True)]
     qkv = between(torch.cat(each, -1), out, *projections).unflatten(-1, (3, HEADS, -1))
-    context = ops.attention(qkv, layer.ends, layer.longest).flatten(1).to(hidden.dtype)
+    if layer.positions is None:
+        context = ops.attention(qkv, layer.ends, layer.longest)
+    else:
+        context = ops.relative_attention(qkv, layer.ends, layer.longest, layer.positions.beside(qkv.dtype))
+    context = context.flatten(1).to(hidden.dtype)
     x = dense(context, out, of_out, with_bias=False)
     middle = ops.add_layer_norm(x, hidden, *norm, 1e-5, x_bias=out[1])
     wide = between(dense(middle, up, of_up, approximate), up, down).to(hidden.dtype)
@@ -622,6 +628,22 @@ def test_a_layer_gives_the_bits_of_the_single_ops(projections, kind, plain):
     assert torch.equal(whole, on_cpu(by_single_ops, layer, approximate))
 
 
+def tables_of_distances(kind):
+    keys, queries = (normal(6, HEADS, WIDTH // HEADS, dtype=KINDS[kind][0], device="cpu") for _ in range(2))
+    return ops.RelativePositions(SLOTS["any"], keys, queries, normal(HEADS, 6, dtype=torch.float32, device="cpu"))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", KINDS)
+def test_distances_give_the_bits_of_the_single_ops(kind):
+    layer = Layer(THREE, kind, PLAIN["the last is plain"])
+    layer.positions = tables_of_distances(kind)
+    whole = packed_layer.FWD("cpu", *layer.call("tanh"))
+    assert torch.equal(whole, on_cpu(by_single_ops, layer, "tanh"))
+    layer.positions = None
+    assert not torch.equal(whole, packed_layer.FWD("cpu", *layer.call("tanh")))
+
+
 @needs_kernels
 @pytest.mark.parametrize("plain", PLAIN)
 @pytest.mark.parametrize("kind", KINDS)
@@ -638,22 +660,22 @@ def test_rows_that_would_share_sets_of_the_cache(kind, plain, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_follows_attention_gives_the_bits_of_the_single_ops(kind):
     layer = Layer(ONE, kind, PLAIN["the last is plain"])
-    hidden, _, parameters, scales, ends, longest, *settings = layer.call("tanh")
+    hidden, _, parameters, scales, ends, *settings = layer.call("tanh")
     weight, bias, *parameters = parameters
     scale, *scales = scales
     qkv = ops.packed_linear(hidden, weight, scale if scale.numel() else None, bias, 3 * WIDTH)
     qkv = qkv.bfloat16() if kind == "int8" else qkv
-    context = on_cpu(ops.attention, qkv.unflatten(-1, (3, HEADS, -1)), ends, longest).flatten(1).to(hidden.dtype)
+    context = on_cpu(ops.attention, qkv.unflatten(-1, (3, HEADS, -1)), ends, layer.longest).flatten(1).to(hidden.dtype)
     for given in (context, testing.strided(context)):
-        after = packed_layer.FWD("cpu", hidden, given, parameters, scales, None, 0, *settings)
+        after = packed_layer.FWD("cpu", hidden, given, parameters, scales, None, *settings)
         assert torch.equal(after, packed_layer.FWD("cpu", *layer.call("tanh")))
-    plain = packed_layer.FWD("reference", hidden, context, parameters, scales, None, 0, *settings)
+    plain = packed_layer.FWD("reference", hidden, context, parameters, scales, None, *settings)
     assert (plain - after).abs().max() <= 0.02 * plain.abs().max()
     for wrong, words in ((context[:-1], "shape"), (context[0], "shape"), (context.double(), "is Double")):
         with pytest.raises(ValueError, match=f"context (has )?{words}"):
-            packed_layer.FWD("cpu", hidden, wrong, parameters, scales, None, 0, *settings)
+            packed_layer.FWD("cpu", hidden, wrong, parameters, scales, None, *settings)
     with pytest.raises(ValueError, match="10 parameters; expected 12 or 16"):
-        packed_layer.FWD("cpu", hidden, None, parameters, scales, ends, longest, *settings)
+        packed_layer.FWD("cpu", hidden, None, parameters, scales, ends, *settings)
 
 
 @pytest.mark.parametrize("projections", [ONE, THREE], ids=["one projection", "three"])
@@ -689,11 +711,13 @@ def test_several_layers_in_one_call(backend):
 
 
 @needs_kernels
+@pytest.mark.parametrize("distances", [False, True], ids=["plain", "distances"])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_in_blocks_give_the_bits_of_the_single_ops(kind, threads):
+def test_rows_in_blocks_give_the_bits_of_the_single_ops(kind, threads, distances):
     """From 64 rows for each thread on, a thread takes blocks of rows through a whole layer."""
     first, second = (Layer(THREE, kind, lengths=(300, 0, 1, 151)) for _ in range(2))
+    first.positions = second.positions = tables_of_distances(kind) if distances else None
     hidden, _, parameters, scales, *rest, _ = first.call("tanh")
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -702,7 +726,7 @@ def test_rows_in_blocks_give_the_bits_of_the_single_ops(kind, threads):
         second.hidden = on_cpu(by_single_ops, first, "tanh")
         assert torch.equal(both, on_cpu(by_single_ops, second, "tanh"))
         context = normal(452, WIDTH, dtype=hidden.dtype, device="cpu")
-        given = hidden, context, parameters[6:], scales[3:], None, *rest[1:], 1
+        given = hidden, context, parameters[6:], scales[3:], *[None] * 5, *rest[5:], 1
         after = packed_layer.FWD("cpu", *given)
     finally:
         torch.set_num_threads(before)
@@ -762,6 +786,9 @@ def test_a_layer_is_what_its_schema_and_its_fake_say(kind):
         (lambda layer: setattr(layer, "hidden", layer.hidden.double()), "weight is Float; expected Double"),
         (lambda layer: setattr(layer, "ends", layer.ends.long()), "cu_seqlens is Long"),
         (lambda layer: setattr(layer, "ends", None), "neither context nor cu_seqlens"),
+        (lambda layer: setattr(layer, "positions", (SLOTS["any"], None, None, None)), "expected at least one"),
+        (lambda layer: setattr(layer, "positions", (SLOTS["any"].long(), None, None, torch.ones(HEADS, 2))), "slots"),
+        (lambda layer: setattr(layer, "positions", (None, None, None, torch.ones(HEADS, 2))), "without slots"),
     ],
 )
 def test_the_operator_refuses_a_layer_that_does_not_fit(change, words):
