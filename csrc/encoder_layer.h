@@ -98,6 +98,7 @@ struct LayerGradients {
 };
 
 // Ops: the functions with which a device computes the parts.
+//   run(hidden, parameters, dtype, f)   calls f(), which runs layers forward
 //   linear(x, weight, bias)             all of one dtype
 //   matrix_product(a, transposed, b)    a b or a^T b
 //   joins_weights(tokens, channels)     whether the three projections are one product, with concatenated weights
@@ -282,12 +283,15 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
     return one_layer_fwd<Ops>(x, context, of_one, cu_seqlens, positions, rng, max_seqlen, heads, scale, attention_p,
                               out_p, down_p, site + 3 * layer, approximate, dtype, out_eps, down_eps, save);
   };
-  if (layers == 1) return run(hidden, parameters, 0);
-  FB_CHECK_VALUE(layers > 1 && !context && !save, "encoder_layer: ", layers,
+  FB_CHECK_VALUE(layers == 1 || (layers > 1 && !context && !save), "encoder_layer: ", layers,
                  " layers; expected one, or several without a context and a backward");
   Tensor x = hidden;
-  for (int64_t i = 0; i < layers; ++i) x = std::get<0>(run(x, part_of(parameters, i, layers), i));
-  return {x, {}};
+  Tensors saved;
+  Ops::run(hidden, parameters, dtype, [&] {
+    for (int64_t i = 0; i < layers; ++i)
+      std::tie(x, saved) = run(x, layers == 1 ? parameters : part_of(parameters, i, layers), i);
+  });
+  return {x, saved};
 }
 
 // Returns dhidden, dcontext, the gradients of the parameters, and those of keys, queries and bias of positions (nothing

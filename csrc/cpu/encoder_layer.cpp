@@ -1,6 +1,7 @@
 // encoder_layer on the CPU: its products and the loops of its other parts, for csrc/encoder_layer.h.
 #include "../encoder_layer.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "gelu_rows.h"
@@ -20,6 +21,20 @@ struct CpuOps {
   static constexpr auto relative_attention_bwd = relative_attention_bwd_cpu;
   static constexpr auto add_layer_norm_fwd = add_layer_norm_fwd_cpu;
   static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cpu;
+
+  // Calls f(), which runs layers: while all threads stand by, if it uses them for nothing but our own loops.
+  template <class F>
+  static void run(const Tensor& hidden, const Tensors& parameters, ScalarType dtype, const F& f) {
+    is_all_ours(hidden, parameters, dtype) ? together(f) : f();
+  }
+
+  // Whether our own loops compute all products, and no weights are converted or concatenated.
+  static bool is_all_ours(const Tensor& hidden, const Tensors& parameters, ScalarType dtype) {
+    if (hidden.dim() != 2 || joins_weights(hidden.size(0), hidden.size(1))) return false;
+    return std::all_of(parameters.begin(), parameters.end(), [&](const Tensor& each) {
+      return each.dim() != 2 || (type_of(each) == dtype && is_linear_ours(hidden.size(0), each));
+    });
+  }
 
   // Concatenating the weights copies 3 C numbers for each input channel, copying three products 3 C for each token.
   static bool joins_weights(int64_t tokens, int64_t channels) { return tokens > channels; }

@@ -27,11 +27,6 @@ bool user_wants_onednn() {
   return !torch_context || !torch_user_enabled_mkldnn || torch_user_enabled_mkldnn(torch_context());
 }
 
-bool use_onednn(const Tensor& x, const Tensor& weight) {
-  return aoti_torch_cpu__linear_pointwise && type_of(x) == ScalarType::Float && type_of(weight) == ScalarType::Float &&
-         x.numel() > 0 && user_wants_onednn();
-}
-
 Tensor onednn_product(const Tensor& x, const Tensor& weight, const Tensor* bias) {
   AtenTensorHandle b = bias ? bias->get() : nullptr, made = nullptr;
   const char* algorithm = "";
@@ -55,9 +50,8 @@ Tensor in_whole_blocks(const Tensor& x) {
 }
 
 // Whether the product takes less time than oneDNN's preparation for it, which is repeated in each call.
-bool is_small(const Tensor& rows, const Tensor& weight) {
-  return has_blas() && type_of(weight) == ScalarType::Float && weight.numel() > 0 &&
-         rows.size(0) * weight.numel() <= kSmallProduct;
+bool is_small(int64_t rows, const Tensor& weight) {
+  return has_blas() && type_of(weight) == ScalarType::Float && rows * weight.numel() <= kSmallProduct;
 }
 
 constexpr int64_t kFewRows = 48;
@@ -74,12 +68,9 @@ int64_t most_few_rows(ScalarType dtype) {
   }
 }
 
-bool has_few_rows(const Tensor& x, const Tensor& weight) {
-  if (!FB_BEST_ISA(few_rows) || weight.numel() == 0 || !user_wants_onednn()) return false;
-  const int64_t inner = weight.size(1), rows = x.numel() / inner;
+bool are_few(int64_t rows, const Tensor& weight) {
   // A shorter inner dimension leaves too little work between the sums of lanes.
-  const int64_t most = std::min(most_few_rows(type_of(x)), inner / 4);
-  return rows > 0 && rows <= most;
+  return FB_BEST_ISA(few_rows) && rows <= std::min(most_few_rows(type_of(weight)), weight.size(1) / 4);
 }
 
 // Whether packed rows, where they are packed, take less time than few_rows: in pairs, if few_rows has to add up its
@@ -88,10 +79,19 @@ bool packed_before_few(const Tensor& weight, int64_t rows) {
   return type_of(weight) == ScalarType::BFloat16 && rows >= 28 && weight.size(1) <= 1024;
 }
 
-// For 16-bit types that torch has no fast product of.
-bool use_own_product(const Tensor& x, const Tensor& weight) {
-  return library_is_missing(type_of(x)) && FB_BEST_ISA(few_rows) && x.numel() > 0 && weight.numel() > 0 &&
-         user_wants_onednn();
+// By whom a dense layer is computed: our own loops (few_rows, own_product, packing_product), MKL called directly,
+// oneDNN called directly, or torch's choice.
+enum class By { few_rows, own_product, packing_product, mkl, onednn, torch };
+
+By whom(int64_t rows, const Tensor& weight) {
+  const ScalarType type = type_of(weight);
+  if (rows == 0 || weight.numel() == 0 || !user_wants_onednn()) return By::torch;
+  const bool packs = use_packing_product(type, rows, {weight, true});
+  if (are_few(rows, weight) && !(packs && packed_before_few(weight, rows))) return By::few_rows;
+  if (library_is_missing(type) && FB_BEST_ISA(few_rows)) return By::own_product;
+  if (!packs && !(type == ScalarType::Float && aoti_torch_cpu__linear_pointwise)) return By::torch;
+  if (is_small(rows, weight)) return By::mkl;
+  return packs ? By::packing_product : By::onednn;
 }
 
 // By csrc/cpu/loops/few_rows.cpp.
@@ -114,25 +114,32 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
 
 }  // namespace
 
+bool is_linear_ours(int64_t rows, const Tensor& weight) {
+  const By by = whom(rows, weight);
+  return by == By::few_rows || by == By::own_product || by == By::packing_product;
+}
+
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   const NoGrad guard;
-  const int64_t count = count_rows(x.sizes());
-  const bool packs = user_wants_onednn() && use_packing_product(type_of(x), count, {weight, true}),
-             few = !(packs && packed_before_few(weight, count)) && has_few_rows(x, weight),
-             own = !few && use_own_product(x, weight), packing = packs && !few && !own;
-  if (!few && !own && !packing && !use_onednn(x, weight)) {
+  const By by = whom(count_rows(x.sizes()), weight);
+  if (by == By::torch) {
     const Tensor y = contiguous(call("aten::linear", "", x, weight, bias));
     return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place
   }
   const Tensor rows = matrix(contiguous(x)), w = contiguous(weight);
   const Tensor b = bias ? contiguous(*bias) : w;  // oneDNN ignores the bias's stride
+  const auto product = [&](const Tensor* added) {
+    switch (by) {
+      case By::few_rows: return few_rows_product(rows, w, added);
+      case By::own_product: return own_product({rows, false}, {w, true}, added);
+      case By::packing_product: return packing_product(rows, {w, true}, added);
+      case By::mkl: return small_product({rows, false}, {w, true}, added);
+      default: return onednn_product(in_whole_blocks(rows), w, added);
+    }
+  };
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
-  if (few) return view(few_rows_product(rows, w, bias ? &b : nullptr), shape);
-  if (own) return view(own_product({rows, false}, {w, true}, bias ? &b : nullptr), shape);
-  if (is_small(rows, w)) return view(small_product({rows, false}, {w, true}, bias ? &b : nullptr), shape);
-  if (packing) return view(packing_product(rows, {w, true}, bias ? &b : nullptr), shape);
-  return view(onednn_product(in_whole_blocks(rows), w, bias ? &b : nullptr), shape);
+  return view(product(bias ? &b : nullptr), shape);
 }
 
 namespace {

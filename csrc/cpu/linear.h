@@ -11,4 +11,7 @@ namespace fastbert {
 // docs/linear.md has the measurements.
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 
+// Whether our own loops compute it for so many rows of the weight's type.
+bool is_linear_ours(int64_t rows, const Tensor& weight);
+
 }  // namespace fastbert

@@ -360,6 +360,26 @@ def test_several_layers_in_one_call(suite, backend):
             run(backend, hidden, context, at_once, ends, *key, *settings, save, layers)
 
 
+@pytest.mark.parametrize("suite", [TestThreeProjections(), TestDistances()], ids=["three projections", "distances"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_have_the_same_bits_for_any_number_of_threads(suite, dtype):
+    """Where our own loops compute all products, the threads stand by for the whole layer."""
+    torch.manual_seed(0)
+    inputs = suite.inputs(((5, 0, 9), 64, 4, 256), dtype, "cpu")
+    forwards = [args for name, args in suite.primitive_calls(inputs) if name == "encoder_layer_fwd"]
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            outcomes = [PRIMITIVES["encoder_layer_fwd"]("cpu", *args) for args in forwards]
+            found.append([tensor for y, saved in outcomes for tensor in (y, *saved)])
+    finally:
+        torch.set_num_threads(before)
+    assert len(found[0]) == 2 + 1 + 11
+    for tensors in zip(*found, strict=True):
+        assert all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
 @pytest.mark.parametrize("suite", [TestEncoderLayer(), TestDistances()], ids=["plain", "distances"])
 def test_gradients_that_nobody_asked_for_are_not_computed(suite):
     """The operator returns empty tensors for them. Nothing is computed below the lowest tensor that needs one."""
