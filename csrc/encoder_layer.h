@@ -45,6 +45,8 @@ struct LayerParameters {
   // As in fastbert/ops/numbers.py.
   static Dense in_one_dtype(const Dense& norm) {
     if (type_of(norm.weight) == type_of(norm.bias)) return norm;
+    for (const Tensor& each : {norm.weight, norm.bias})
+      check_floating_beside("encoder_layer", "a LayerNorm's parameter", each, ScalarType::Float);
     return {contiguous(norm.weight, ScalarType::Float), contiguous(norm.bias, ScalarType::Float)};
   }
 };
@@ -98,7 +100,7 @@ struct LayerGradients {
 };
 
 // Ops: the functions with which a device computes the parts.
-//   run(hidden, parameters, dtype, f)   calls f(), which runs layers forward
+//   run(hidden, parameters, layers, dtype, f)   calls f(), which runs layers forward
 //   linear(x, weight, bias)             all of one dtype
 //   matrix_product(a, transposed, b)    a b or a^T b
 //   joins_weights(tokens, channels)     whether the three projections are one product, with concatenated weights
@@ -110,13 +112,13 @@ struct LayerGradients {
 template <class Ops>
 struct EncoderLayer {
   LayerParameters p;
-  RelativePositions positions;
+  LayerPositions positions;
   int64_t heads;
   std::string_view approximate;
   ScalarType dtype;  // of the products
 
   EncoderLayer(const Tensor& hidden, const OptionalTensor& context, const Tensors& parameters,
-               const OptionalTensor& cu_seqlens, const RelativePositions& positions_, int64_t heads_,
+               const OptionalTensor& cu_seqlens, const LayerPositions& positions_, int64_t heads_,
                std::string_view approximate_, ScalarType dtype_)
       : p(parameters, context.has_value()),
         positions(positions_),
@@ -238,7 +240,7 @@ enum LayerSaved {
 template <class Ops>
 std::tuple<Tensor, Tensors> one_layer_fwd(const Tensor& hidden, const OptionalTensor& context_,
                                           const Tensors& parameters, const OptionalTensor& cu_seqlens,
-                                          const RelativePositions& positions, const OptionalTensor& rng,
+                                          const LayerPositions& positions, const OptionalTensor& rng,
                                           int64_t max_seqlen, int64_t heads, double scale, double attention_p,
                                           double out_p, double down_p, int64_t site, std::string_view approximate,
                                           ScalarType dtype, double out_eps, double down_eps, bool save) {
@@ -278,7 +280,7 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
                                               int64_t site, std::string_view approximate, ScalarType dtype,
                                               double out_eps, double down_eps, bool save, int64_t layers) {
   const NoGrad guard;
-  const RelativePositions positions{slots, keys, queries, bias};
+  const LayerPositions positions{slots, keys, queries, bias};
   const auto run = [&](const Tensor& x, const Tensors& of_one, int64_t layer) {
     return one_layer_fwd<Ops>(x, context, of_one, cu_seqlens, positions, rng, max_seqlen, heads, scale, attention_p,
                               out_p, down_p, site + 3 * layer, approximate, dtype, out_eps, down_eps, save);
@@ -287,7 +289,7 @@ std::tuple<Tensor, Tensors> encoder_layer_fwd(const Tensor& hidden, const Option
                  " layers; expected one, or several without a context and a backward");
   Tensor x = hidden;
   Tensors saved;
-  Ops::run(hidden, parameters, dtype, [&] {
+  Ops::run(hidden, parameters, layers, dtype, [&] {
     for (int64_t i = 0; i < layers; ++i)
       std::tie(x, saved) = run(x, layers == 1 ? parameters : part_of(parameters, i, layers), i);
   });
@@ -305,7 +307,7 @@ std::tuple<Tensor, Tensor, Tensors, Tensors> encoder_layer_bwd(
     std::string_view approximate, ScalarType dtype, double /*out_eps*/, double /*down_eps*/,
     const std::vector<int64_t>& needed) {
   const NoGrad guard;
-  const RelativePositions positions{slots, keys, queries, bias};
+  const LayerPositions positions{slots, keys, queries, bias};
   const EncoderLayer<Ops> layer(hidden, context, parameters, cu_seqlens, positions, heads, approximate, dtype);
   const LayerParameters& p = layer.p;
   const int64_t before = context ? kProjected : 0;

@@ -22,7 +22,7 @@ inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
 
 // What the distance of query and key adds to their score: arguments of relative_attention. All are absent where
 // attention is plain.
-struct RelativePositions {
+struct LayerPositions {
   OptionalTensor slots, keys, queries, bias;
 };
 

@@ -568,23 +568,24 @@ def choose(
     backward: bool,
     size: int = 0,
     head_size: int = 0,
+    attention: str = "attention",
     drops: bool = False,
 ) -> str:
     """The backend that runs this call.
 
-    size: the row length, for attention the head size. head_size: for a whole layer, its attention's. drops: whether the
-    call has dropout. Raises RuntimeError if a forced backend cannot run it.
+    size: the row length, for attention the head size. head_size, attention: for a whole layer, those of its attention.
+    drops: whether the call has dropout. Raises RuntimeError if a forced backend cannot run it.
     """
     forced = _forced_now().get(op)
-    return _choose(forced, op, device_type, dtype, backward, _unfit(op, size, head_size), drops)
+    return _choose(forced, op, device_type, dtype, backward, _unfit(op, size, head_size, attention), drops)
 
 
-def _unfit(op: str, size: int, head_size: int) -> tuple[str, ...]:
+def _unfit(op: str, size: int, head_size: int, attention: str = "attention") -> tuple[str, ...]:
     """The backends that do not take these sizes. torch.compile traces this, so that it guards on the result and not on
     the sizes."""
     over = [name for name, largest, of in _LIMITS[op] if size > largest or (of > 1 and size % of != 0)]
     if head_size:
-        over += [name for name, largest, _ in _LIMITS["attention"] if head_size > largest]
+        over += [name for name, largest, _ in _LIMITS[attention] if head_size > largest]
     return tuple(over)
 
 

@@ -270,15 +270,15 @@ def attend(
     given: Distances | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(T, C) -> the heads' output (T, C), and the attention weights in the caller's form if with_weights, else None."""
-    with _prepared_dtypes(parts, hidden):
+    prepared = any([isinstance(each, PreparedLinear) for each in parts.projections])
+    with _without_autocast(hidden) if prepared else contextlib.nullcontext():
         return _attend(parts, hidden, packing, rng, turn, with_weights, positions_of(parts, given, rng, turn))
 
 
-def _prepared_dtypes(parts: AttentionParts, hidden: Tensor) -> AbstractContextManager:
-    """Autocast is off beside prepared projections: `prepare` has set the dtypes."""
-    if autocast_on(hidden.device.type) and any([isinstance(each, PreparedLinear) for each in parts.projections]):
-        return torch.autocast(hidden.device.type, enabled=False)
-    return contextlib.nullcontext()
+def _without_autocast(hidden: Tensor) -> AbstractContextManager:
+    """For what is computed beside prepared products: `prepare` has set the dtypes."""
+    device = hidden.device.type
+    return torch.autocast(device, enabled=False) if autocast_on(device) else contextlib.nullcontext()
 
 
 def _attend(
@@ -590,7 +590,7 @@ def _as_prepared(
     if context is not None:
         context = context.to(hidden.dtype)
     else:
-        with _prepared_dtypes(parts.attention, hidden):
+        with _without_autocast(hidden):
             positions = positions_of(parts.attention, given, rng, turn)
     if needs_grad(*(positions or ())):
         return None

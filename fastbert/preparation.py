@@ -42,7 +42,7 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     names, that is not finite, is not a plain nn.Linear or has sizes that "fp8" products do not take.
     """
     skip = check_names(model, precision, skip)
-    prepared = copy.deepcopy(model).to(PRECISIONS[precision])
+    prepared = copy.deepcopy(model).to(PRECISIONS[precision]).eval()
     if any(key_of(module) for module in prepared.modules()):
         hf.accelerate(prepared)
     replace(prepared, skip, lambda name, part: _packed(name, part, precision))
@@ -58,13 +58,19 @@ def _packed(name: str, linear: nn.Linear, precision: str) -> PreparedLinear:
     return PreparedLinear.of(linear, precision)
 
 
+def _trains(module: nn.Module) -> bool:
+    """Whether its training mode matters. sentence-transformers' containers say that they train until they encode, while
+    the model in them is in evaluation mode."""
+    return isinstance(module, nn.Dropout) or next(module.parameters(recurse=False), None) is not None
+
+
 def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[str, ...]:
     """Checks the arguments of `prepare` and raises its errors. Returns skip as a tuple."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.prepare: given a {type(model).__name__}; expected a model")
     if precision not in PRECISIONS:
         raise ValueError(f"fastbert.prepare: precision is {precision!r}; expected one of {', '.join(PRECISIONS)}")
-    if any(module.training for module in model.modules()):
+    if any(module.training for module in model.modules() if _trains(module)):
         raise ValueError("fastbert.prepare: the model is in training mode; call model.eval() first")
     _check_device(model, precision)
     if holds_prepared(model):

@@ -24,15 +24,17 @@ struct CpuOps {
 
   // Calls f(), which runs layers: while all threads stand by, if it uses them for nothing but our own loops.
   template <class F>
-  static void run(const Tensor& hidden, const Tensors& parameters, ScalarType dtype, const F& f) {
-    is_all_ours(hidden, parameters, dtype) ? together(f) : f();
+  static void run(const Tensor& hidden, const Tensors& parameters, int64_t layers, ScalarType dtype, const F& f) {
+    is_all_ours(hidden, parameters, layers, dtype) ? together(f) : f();
   }
 
-  // Whether our own loops compute all products, and no weights are converted or concatenated.
-  static bool is_all_ours(const Tensor& hidden, const Tensors& parameters, ScalarType dtype) {
-    if (hidden.dim() != 2 || joins_weights(hidden.size(0), hidden.size(1))) return false;
+  // Whether our own loops compute all products, and no weights are converted, copied or concatenated.
+  static bool is_all_ours(const Tensor& hidden, const Tensors& parameters, int64_t layers, ScalarType dtype) {
+    const bool separate = int64_t(parameters.size()) == 16 * layers;
+    if (hidden.dim() != 2 || (separate && joins_weights(hidden.size(0), hidden.size(1)))) return false;
     return std::all_of(parameters.begin(), parameters.end(), [&](const Tensor& each) {
-      return each.dim() != 2 || (type_of(each) == dtype && is_linear_ours(hidden.size(0), each));
+      if (each.dim() != 2) return true;
+      return type_of(each) == dtype && each.is_contiguous() && is_linear_ours(hidden.size(0), each);
     });
   }
 

@@ -210,8 +210,7 @@ struct Attention {
   std::optional<PackedTables> packed;
   Tensor out, lse, rows;  // rows: out as (T, H D)
 
-  Attention(const Tensor& qkv_, const Tensor& cu_seqlens, const RelativePositions& positions, int64_t heads,
-            double scale)
+  Attention(const Tensor& qkv_, const Tensor& cu_seqlens, const LayerPositions& positions, int64_t heads, double scale)
       : qkv(qkv_),
         by_head(view(qkv, {qkv.size(0), 3, heads, qkv.size(1) / (3 * heads)})),
         batch(by_head, cu_seqlens, scale, {}) {
@@ -247,7 +246,7 @@ int64_t projected(const Layer& layer, int64_t heads) {
 // Queries, keys and values of each layer are computed as soon as the rows that they are projected from. They overwrite
 // those of the layer before, whose attention is done by then.
 Tensor run(const Tensor& hidden, const std::vector<Layer>& layers, const OptionalTensor& cu_seqlens,
-           const RelativePositions& positions, int64_t heads, double scale, const Settings& settings) {
+           const LayerPositions& positions, int64_t heads, double scale, const Settings& settings) {
   FB_CHECK_VALUE(cu_seqlens.has_value(), "packed_layer: neither context nor cu_seqlens; expected one");
   const Tensor x = contiguous(hidden), y = empty_rows(x.sizes(), x);
   Blocks blocks(x.size(0), layers);
@@ -298,6 +297,7 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
                             int64_t /*max_seqlen*/, int64_t heads, double scale, std::string_view approximate,
                             double out_eps, double down_eps, int64_t count) {
   const NoGrad guard;
+  check_approximate("packed_layer", approximate);
   FB_CHECK_VALUE(slots ? !context : !keys && !queries && !bias,
                  "packed_layer: ", slots ? "slots beside a context" : "tables of positions without slots");
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");

@@ -14,7 +14,7 @@ struct CudaOps {
   static constexpr auto add_layer_norm_bwd = add_layer_norm_bwd_cuda;
 
   template <class F>
-  static void run(const Tensor&, const Tensors&, ScalarType, const F& f) {
+  static void run(const Tensor&, const Tensors&, int64_t, ScalarType, const F& f) {
     f();
   }
 

@@ -11,6 +11,7 @@ from fastbert.families import FAMILIES, Family, follow
 from fastbert.hf import attention, forwards
 from fastbert.hf.forwards import Acceleration, Replacement, Report
 from fastbert.model import BertEncoder, BertModel, require_ours
+from fastbert.prepared import holds_prepared
 
 OLDEST = (5, 0)  # transformers
 
@@ -61,10 +62,12 @@ def accelerate(model: nn.Module, *, skip_logits: bool | None = None) -> Report:
 def restore(model: nn.Module) -> None:
     """Undoes `accelerate`: puts every original `forward` back. Models that were accelerated with this one stay so.
 
-    Raises ValueError if the model is not accelerated.
+    Raises ValueError if the model is not accelerated, or prepared.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fastbert.restore: given a {type(model).__name__}; expected a transformers model")
+    if holds_prepared(model):
+        raise ValueError("fastbert.restore: the model is prepared; expected the original that it was made from")
     found = [replacement for module in model.modules() if (replacement := _active(module))]
     if not found:
         raise ValueError(f"fastbert.restore: this {type(model).__name__} is not accelerated")

@@ -357,7 +357,8 @@ class ModelForward(Replacement):
 
     def _has_calls_between(self, layers: list[nn.Module]) -> bool:
         """Whether something needs each layer to be called: hooks, a forward that has been wrapped or compiled, gradient
-        checkpointing, or layers that project distances. The same holds for the groups of shared layers."""
+        checkpointing, or a DeBERTa, whose layers project distances and whose convolution follows the first. The same
+        holds for the groups of shared layers."""
         if self.family.relative == "disentangled":
             return True
         containers = self.family.containers(self.module)

@@ -31,6 +31,16 @@ def shape(op: str, name: str, tensor: Tensor, expected: tuple[int | None, ...], 
         raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; expected {meaning} = ({sizes}){because}")
 
 
+def one_device(op: str, tensor: Tensor, *others: Tensor | None) -> None:
+    """For operators' fakes: a meta tensor among the arguments makes them run in place of the kernels, which check too.
+
+    Raises ValueError for mixed devices.
+    """
+    for other in others:
+        if other is not None and other.device != tensor.device:
+            raise ValueError(f"{op}: an argument is on {other.device}; expected {tensor.device}")
+
+
 def floats(op: str, activations: dict[str, Tensor], parameters: dict[str, Tensor]) -> None:
     """Checks that activations are floating point, parameters of their dtype or float32 beside half, all on one device.
 

@@ -134,18 +134,11 @@ def _backward(dy, hidden, context, parameters, saved, cu_seqlens, slots, keys, q
 # ---- schemas
 
 
-def _check_devices(hidden, *others):
-    """Raises ValueError for mixed devices. The fakes check too: a meta tensor makes them run instead of the kernels."""
-    for tensor in others:
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"encoder_layer: an argument is on {tensor.device}; expected {hidden.device}")
-
-
 def _fake_forward(
     hidden, context, parameters, cu_seqlens, slots, keys, queries, bias, rng, max_seqlen, heads, scale, attention_p,
     out_p, down_p, site, approximate, dtype, out_eps, down_eps, save, layers,
 ):  # fmt: skip
-    _check_devices(hidden, context, *parameters, cu_seqlens, slots, keys, queries, bias, rng)
+    checks.one_device("encoder_layer", hidden, context, *parameters, cu_seqlens, slots, keys, queries, bias, rng)
     y = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype))
     if not save:
         return y, []
@@ -163,7 +156,7 @@ def _fake_forward(
 
 def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, slots, keys, queries, bias, rng, *settings):
     tables, (*needed, of_tables) = (keys, queries, bias), settings[-1]
-    _check_devices(hidden, dy, context, *parameters, *saved, cu_seqlens, slots, *tables, rng)
+    checks.one_device("encoder_layer", hidden, dy, context, *parameters, *saved, cu_seqlens, slots, *tables, rng)
     like = hidden if context is None else context
     dhidden, dcontext, *grads = [
         tensor.new_empty(tensor.shape if need else (0,))
@@ -271,6 +264,7 @@ def encoder_layer(
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     live = needs_grad(hidden, *parameters, *(positions or ()))
     sizes = {"size": hidden.shape[1], "head_size": parameters[OUT].shape[1] // num_heads}
+    sizes["attention"] = "attention" if positions is None else "relative_attention"
     backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live, **sizes)
     live = live and backend != "reference"
     return run_layer(backend, live, hidden, None, parameters, cu_seqlens, rng, settings, positions=positions)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastbert.ops import checks
 from fastbert.ops.attention import RelativePositions, attention_ref
 from fastbert.ops.layer_norm import add_layer_norm_ref
 from fastbert.ops.op import Primitive
@@ -75,7 +76,8 @@ def _dense(x: Tensor, weight: Tensor, bias: Tensor, scale: Tensor, approximate: 
     return y if approximate is None else F.gelu(y, approximate=approximate)
 
 
-def _fake(hidden, context, parameters, scales, cu_seqlens, *settings):
+def _fake(hidden, context, parameters, scales, cu_seqlens, slots, keys, queries, bias, *settings):
+    checks.one_device("packed_layer", hidden, context, *parameters, *scales, cu_seqlens, slots, keys, queries, bias)
     return torch.empty_like(hidden, memory_format=torch.contiguous_format)
 
 

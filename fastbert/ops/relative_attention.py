@@ -141,6 +141,8 @@ class _RelativeAttention(torch.autograd.Function):
 
 def check_positions(op: str, beside: dict[str, Tensor], heads: int, size: int, positions: RelativePositions) -> None:
     """beside: the activation, by its name, whose device and dtype the tables have. heads, size: H and D."""
+    if not isinstance(positions, RelativePositions):
+        raise TypeError(f"{op}: positions is a {type(positions).__name__}; expected RelativePositions")
     slots, keys, queries, bias = positions
     if not isinstance(slots, Tensor) or slots.dtype != torch.int32:
         given = slots.dtype if isinstance(slots, Tensor) else type(slots).__name__

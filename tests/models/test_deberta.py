@@ -346,6 +346,20 @@ def test_prepared(family, transformers_model, precision):
     assert F.cosine_similarity(one, two, -1).min() > (1 - 1e-5 if precision == "fp32" else 0.99)
 
 
+@pytest.mark.parametrize("transformers_model", [False, True])
+def test_autocast_has_no_say_where_projections_are_skipped(transformers_model):
+    """They project positions as they project tokens, in the call of the prepared layer."""
+    if DEVICE != "cpu":
+        pytest.skip("prepares for CPUs")
+    theirs = their(**VARIANTS["v3"]).float()
+    original = theirs if transformers_model else our(theirs.double()).float()
+    projections = [name for name, _ in original.named_modules() if name.endswith(("_proj", "attention.qkv"))]
+    model, inputs = fastbert.prepare(original, "fp32", skip=projections), batch([9, 5], 9)
+    expected = model(**inputs).last_hidden_state
+    with torch.autocast("cpu", torch.bfloat16):
+        assert projections and torch.equal(model(**inputs).last_hidden_state, expected)
+
+
 @pytest.mark.parametrize("variant", ["v3", "own-projections", "c2p", "p2c-own", "neither", "no-norm"])
 @pytest.mark.parametrize("transformers_model", [False, True])
 def test_prepared_layers_make_their_tables_once(transformers_model, variant, monkeypatch):

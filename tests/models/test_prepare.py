@@ -194,6 +194,24 @@ def parts_to_skip(prepared):
     return attention, [name for name in names if not name.startswith(layers[0][:-2])] or layers[:1]
 
 
+def test_a_container_may_say_that_it_trains(theirs, inputs):
+    """As a SentenceTransformer does until it encodes, around a model in evaluation mode."""
+    container = torch.nn.ModuleDict({"model": theirs, "pooling": torch.nn.Identity()}).train()
+    theirs.eval()
+    prepared = fastbert.prepare(container, "fp32")
+    assert container.training and not any(module.training for module in prepared.modules())
+    visible = inputs["attention_mask"].bool()
+    assert (hidden(prepared["model"], inputs) - hidden(theirs, inputs))[visible].abs().max() < 1e-4
+
+
+def test_a_prepared_model_is_not_restored(theirs, inputs):
+    prepared = fastbert.prepare(theirs, "int8")
+    expected = hidden(prepared, inputs)
+    with pytest.raises(ValueError, match="the model is prepared; expected the original"):
+        fastbert.restore(prepared)
+    assert torch.equal(hidden(prepared, inputs), expected)
+
+
 def test_autocast_has_no_say_where_a_part_has_a_hook(model, inputs):
     """Values beyond float16's range stay finite, so the part with the hook does not compute in float16."""
     with torch.no_grad():

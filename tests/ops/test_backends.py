@@ -352,6 +352,8 @@ def test_little_shared_memory_takes_smaller_heads(monkeypatch, gpus, size, probl
     asked = ("cuda", "attention", "cuda", torch.float16, True, unfit)
     assert backends.why_not.__wrapped__(*asked) == problem
     assert ("cuda" in backends._unfit("encoder_layer", 768, size)) == (size > 128)
+    assert "cuda on sm_75" in backends._unfit("encoder_layer", 768, 86, "relative_attention")
+    assert "cuda on sm_75" not in backends._unfit("encoder_layer", 768, 85, "relative_attention")
 
 
 def machine_with(monkeypatch, gpus):

@@ -455,6 +455,18 @@ def test_bad_arguments_after_attention(change, error, words):
         ops.after_attention(inputs["context"], inputs["hidden"], parameters[:2] + parameters)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_the_operator_refuses_a_norm_of_another_kind(dtype):
+    suite = TestEncoderLayer()
+    inputs = suite.inputs(((5, 3), 8, 2, 12), torch.float32, "cpu")
+    inputs["last_bias"] = inputs["last_bias"].to(dtype)
+    _, args = next(iter(suite.primitive_calls(inputs)))
+    if reason := backends.why_not("cpu", "encoder_layer", "cpu", torch.float32):
+        pytest.skip(reason)
+    with pytest.raises(ValueError, match="a LayerNorm's parameter is (Long|Double)"):
+        PRIMITIVES["encoder_layer_fwd"]("cpu", *args)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_attention_on_another_backend(training, monkeypatch):
     """On a GPU attention may run in Triton. The layer then makes two calls around it, and gives the same bits."""

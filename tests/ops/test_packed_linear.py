@@ -789,6 +789,12 @@ def test_a_layer_is_what_its_schema_and_its_fake_say(kind):
         (lambda layer: setattr(layer, "positions", (SLOTS["any"], None, None, None)), "expected at least one"),
         (lambda layer: setattr(layer, "positions", (SLOTS["any"].long(), None, None, torch.ones(HEADS, 2))), "slots"),
         (lambda layer: setattr(layer, "positions", (None, None, None, torch.ones(HEADS, 2))), "without slots"),
+        (
+            lambda layer: setattr(layer, "positions", (SLOTS["any"], None, None, torch.ones(HEADS, 6, device="meta"))),
+            "is on meta",
+        ),
+        (lambda layer: setattr(layer, "ends", layer.ends.to("meta")), "is on meta"),
+        (lambda layer: layer.scales.__setitem__(1, layer.scales[1].to("meta")), "is on meta"),
     ],
 )
 def test_the_operator_refuses_a_layer_that_does_not_fit(change, words):
@@ -797,3 +803,10 @@ def test_the_operator_refuses_a_layer_that_does_not_fit(change, words):
     change(layer)
     with pytest.raises((ValueError, RuntimeError), match=words):
         packed_layer.FWD("cpu", *layer.call())
+
+
+@needs_kernels
+@pytest.mark.parametrize("approximate", ["x", ""])
+def test_the_operator_refuses_another_gelu(approximate):
+    with pytest.raises(ValueError, match="expected 'none' or 'tanh'"):
+        packed_layer.FWD("cpu", *Layer(THREE, "fp32", PLAIN["one is packed"]).call(approximate))

@@ -412,6 +412,7 @@ SLOT, TABLE = torch.tensor([0, 1, 2]).int(), torch.zeros(3, 2, 4)
 @pytest.mark.parametrize(
     ("positions", "error", "words"),
     [
+        ((SLOT, TABLE, None, None), TypeError, "positions is a tuple; expected RelativePositions"),
         (RelativePositions(SLOT), ValueError, "keys, queries and bias are None"),
         (RelativePositions(SLOT.long(), TABLE), TypeError, "slots is torch.int64; expected a torch.int32"),
         (RelativePositions([0, 1, 2], TABLE), TypeError, "slots is list"),
