@@ -33,6 +33,9 @@ from fastbert.require import require
 SHARD_ROWS = 16384
 PRECISIONS = ("float32", "float16")
 MANIFEST, INDEX, PART = "manifest.json", "index.usearch", "part-{:05d}.parquet"
+# Rows of an index that one thread adds. Rows that several threads add at once may not be linked with each other, and
+# then no search finds them: one in a thousand of a small index, one in ten thousand after so many.
+ONE_THREAD = 4096
 METRICS = {"cosine": "cos", "dot": "ip", "euclidean": "l2sq"}  # usearch's names
 
 Files = str | Path | Iterable[str | Path]
@@ -346,7 +349,9 @@ class EmbeddedCorpus:
             vectors = self.vectors(part).numpy()
             if precision == "int8" and measure != "cosine" and not _has_length_one(vectors):
                 raise ValueError(f"build_index: int8 keeps no lengths, which {measure!r} needs; expected float16")
-            index.add(np.arange(len(vectors)) + number * self._shard_rows, vectors)
+            rows, alone = np.arange(len(vectors)) + number * self._shard_rows, max(0, ONE_THREAD - len(index))
+            index.add(rows[:alone], vectors[:alone], threads=1)
+            index.add(rows[alone:], vectors[alone:])
             if progress:
                 progress(len(vectors))
         path = self.directory / INDEX

@@ -414,11 +414,13 @@ def test_an_index_of_int8_has_the_measure_s_scores(encoder, tmp_path, measure):
 
 
 def test_an_index_finds_every_row(encoder, tmp_path):
+    """In any build. (Built by several threads, one in seven lacked rows.)"""
     pytest.importorskip("usearch")
     corpus = embed_corpus(encoder, write(tmp_path / "x.txt", CORPUS), tmp_path / "out")
-    corpus.build_index()
-    _, rows = corpus.search(encoder, encoder.encode(TEXTS), len(CORPUS), index=True)
-    assert torch.equal(rows.sort().values, torch.arange(len(CORPUS)).expand(len(TEXTS), -1))
+    for _ in range(20):
+        corpus.build_index()
+        _, rows = corpus.search(encoder, encoder.encode(TEXTS), len(CORPUS), index=True)
+        assert torch.equal(rows.sort().values, torch.arange(len(CORPUS)).expand(len(TEXTS), -1))
     with pytest.raises(ValueError, match="the index's measure is 'cosine', and the encoder's is 'dot'"):
         corpus.search(unit(encoder, "dot"), encoder.encode(TEXTS), 1, index=True)
 
