@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
-from test_relative_attention import SLOTS
+from test_relative_attention import SLOTS, of_distances
 
 import fastbert
 from fastbert import backends, ops, random, testing
@@ -241,18 +241,6 @@ def plain_layer(
         contexts.append((weights @ v).transpose(0, 1).flatten(1))
     rest = {"eps": eps, "approximate": approximate, "dropout_p": dropout_p, "rng": rng, "site": site, "linear": linear}
     return plain_rest(torch.cat(contexts), hidden, parameters[-10:], **rest)
-
-
-def of_distances(q, k, slots, keys, queries, bias):
-    """What tables add to the scores of one sequence, gathered for each pair of tokens. q, k: (H, S, D)."""
-    place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
-    slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
-    scores = q.new_zeros(())
-    if keys is not None:
-        scores = scores + torch.einsum("hid,ijhd->hij", q, keys[slot].to(q.dtype))
-    if queries is not None:
-        scores = scores + torch.einsum("hjd,ijhd->hij", k, queries[slot].to(q.dtype))
-    return scores * q.shape[-1] ** -0.5 + (0 if bias is None else bias[:, slot].to(q.dtype))
 
 
 def plain_rest(context, hidden, parameters, *, eps, approximate, dropout_p, rng, site, linear=F.linear):

@@ -38,6 +38,18 @@ SHORT = (3, 1, 2, 0, 1, 4, 2, 1, 3, 2, 1)
 KQB, KQ, K, Q, B = ({*letters} for letters in ("kqb", "kq", "k", "q", "b"))
 
 
+def of_distances(q, k, slots, keys, queries, bias):
+    """What tables add to the scores of one sequence, gathered for each pair of tokens. q, k: (H, S, D)."""
+    place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
+    slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
+    scores = q.new_zeros(())
+    if keys is not None:
+        scores = scores + torch.einsum("hid,ijhd->hij", q, keys[slot].to(q.dtype))
+    if queries is not None:
+        scores = scores + torch.einsum("hjd,ijhd->hij", k, queries[slot].to(q.dtype))
+    return scores * q.shape[-1] ** -0.5 + (0 if bias is None else bias[:, slot].to(q.dtype))
+
+
 class RelativeSuite(AttentionSuite):
     op = "relative_attention"
     parameters = ("keys", "queries", "bias")
@@ -76,16 +88,7 @@ class RelativeSuite(AttentionSuite):
 
     def one_sequence(self, q, k, v, sequence, slots, keys, queries, bias):
         """Attention of one sequence that indexes the tables for every pair of tokens."""
-        place, farthest = torch.arange(q.shape[1], device=q.device), len(slots) // 2
-        slot = slots[(place[:, None] - place).clamp(-farthest, farthest) + farthest].long()
-        scores = q @ k.mT
-        if keys is not None:
-            scores = scores + torch.einsum("hid,ijhd->hij", q, keys[slot].to(q.dtype))
-        if queries is not None:
-            scores = scores + torch.einsum("hjd,ijhd->hij", k, queries[slot].to(q.dtype))
-        scores = scores * q.shape[-1] ** -0.5
-        if bias is not None:
-            scores = scores + bias[:, slot].to(q.dtype)
+        scores = q @ k.mT * q.shape[-1] ** -0.5 + of_distances(q, k, slots, keys, queries, bias)
         return (scores.softmax(-1) * self.factors(q, sequence, q.shape[1])) @ v
 
     def truth(self, qkv, cu_seqlens, **tables):
