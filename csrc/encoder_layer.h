@@ -133,9 +133,7 @@ struct EncoderLayer {
     if (cu_seqlens) check_device("encoder_layer", "cu_seqlens", *cu_seqlens, hidden.device());
     if (context) check_device("encoder_layer", "context", *context, hidden.device());
     FB_CHECK_VALUE(context.has_value() != cu_seqlens.has_value(), "encoder_layer: expected a context or cu_seqlens");
-    const bool relative = positions.slots.has_value();
-    FB_CHECK_VALUE(relative ? !context : !positions.keys && !positions.queries && !positions.bias,
-                   "encoder_layer: ", relative ? "slots beside a context" : "tables of positions without slots");
+    positions.check("encoder_layer", context.has_value());
     if (!context) return;
     check_floating("encoder_layer", "context", *context);
     FB_CHECK_VALUE(p.out.weight.dim() == 2, "encoder_layer: a weight has shape ", p.out.weight.sizes(),

@@ -24,6 +24,12 @@ inline Tensors part_of(const Tensors& all, int64_t i, int64_t layers) {
 // attention is plain.
 struct LayerPositions {
   OptionalTensor slots, keys, queries, bias;
+
+  // attended: whether attention has run before.
+  void check(const char* op, bool attended) const {
+    FB_CHECK_VALUE(slots ? !attended : !keys && !queries && !bias, op, ": ",
+                   slots ? "slots beside a context" : "tables of positions without slots");
+  }
 };
 
 // attention_fwd returns out (T, H, D) and lse (H, T). relative_attention_bwd returns dqkv and the gradients of keys,

@@ -24,7 +24,13 @@ from torch import Tensor, nn
 
 from fastbert import backends, config, distances, ops, random
 from fastbert.ops import checks
-from fastbert.ops.attention import RelativePositions, attention_to_seen, attention_unchecked, tables_beside
+from fastbert.ops.attention import (
+    RelativePositions,
+    attention_op,
+    attention_to_seen,
+    attention_unchecked,
+    tables_beside,
+)
 from fastbert.ops.encoder_layer import OUT, Settings, run_layer
 from fastbert.ops.layer_norm import drop_rows
 from fastbert.ops.op import autocast_dtype, autocast_on, needs_grad
@@ -345,17 +351,28 @@ def encoder_layer(
     if with_weights or packing.unseen is not None or _attends_apart(given):
         context, weights = attend(parts.attention, hidden, packing, rng, turn, with_weights, given)
     if not with_weights and not _is_taken_apart():
-        whole = _as_one(parts, hidden, packing, rng, turn, context, given)
-        whole = _as_prepared(parts, hidden, packing, rng, turn, context, given) if whole is None else whole
-        whole = _as_scaled(parts, hidden, packing, rng, turn, context, given) if whole is None else whole
-        if whole is not None:
-            return whole, None
+        place = _Place(packing, rng, turn, given)
+        for way in (_as_one, _as_prepared, _as_scaled):
+            if (whole := way(parts, hidden, place, context)) is not None:
+                return whole, None
     if context is None:
         context, _ = attend(parts.attention, hidden, packing, rng, turn, False, given)
     sites = random.layer_sites(turn)
     hidden = project_add_norm(context, hidden, parts.out, parts.out_dropout, parts.out_norm, rng, sites[1])
     wide = up_gelu(hidden, parts.up, parts.activation)
     return project_add_norm(wide, hidden, parts.down, parts.down_dropout, parts.down_norm, rng, sites[2]), weights
+
+
+class _Place(NamedTuple):
+    """Where in a forward a layer runs."""
+
+    packing: Packing
+    rng: Tensor | None
+    turn: int
+    given: Distances | None
+
+    def positions(self, parts: AttentionParts) -> RelativePositions | None:
+        return positions_of(parts, self.given, self.rng, self.turn)
 
 
 def _attends_apart(given: Distances | None) -> bool:
@@ -372,21 +389,13 @@ def _is_taken_apart() -> bool:
     return of_layer or backends.forced_apart("packed_layer", "packed_linear", "add_layer_norm")
 
 
-def _as_one(
-    parts: LayerParts,
-    hidden: Tensor,
-    packing: Packing,
-    rng: Tensor | None,
-    turn: int,
-    context: Tensor | None,
-    given: Distances | None,
-) -> Tensor | None:
+def _as_one(parts: LayerParts, hidden: Tensor, place: _Place, context: Tensor | None) -> Tensor | None:
     """The layer as one op, or as another backend's attention and one op for the rest. With `context`, the output of its
     attention, only the rest.
 
     None where a part is not plain, or no backend has an op for the whole layer.
     """
-    parameters, attention = plain_parameters(parts), parts.attention
+    parameters, attention, (packing, rng, turn, _) = plain_parameters(parts), parts.attention, place
     if parameters is None:
         return None
     device, dtype = hidden.device.type, autocast_dtype(hidden)
@@ -394,7 +403,7 @@ def _as_one(
     if find(backward=False) is None:
         return None
     attention.check_dropout()
-    positions = positions_of(attention, given, rng, turn) if context is None else None
+    positions = place.positions(attention) if context is None else None
     live = needs_grad(hidden, context, *parameters, *(positions or ()))
     backend = find(backward=live)
     if backend is None:
@@ -568,15 +577,7 @@ def _settings(
     return Settings(packing.max_seqlen, heads, scaling, *rates, random.layer_sites(turn)[0], form, dtype, *eps)
 
 
-def _as_prepared(
-    parts: LayerParts,
-    hidden: Tensor,
-    packing: Packing,
-    rng: Tensor | None,
-    turn: int,
-    context: Tensor | None,
-    given: Distances | None,
-) -> Tensor | None:
+def _as_prepared(parts: LayerParts, hidden: Tensor, place: _Place, context: Tensor | None) -> Tensor | None:
     """The layer in one call if some of its dense layers are prepared and the others plain; else None. With `context`,
     the output of its attention, only the rest."""
     # Read again: a hook of the layer may have changed them since the forward began.
@@ -591,12 +592,12 @@ def _as_prepared(
         context = context.to(hidden.dtype)
     else:
         with _without_autocast(hidden):
-            positions = positions_of(parts.attention, given, rng, turn)
+            positions = place.positions(parts.attention)
     if needs_grad(*(positions or ())):
         return None
-    cu_seqlens = packing.cu_seqlens if context is None else None
+    cu_seqlens = place.packing.cu_seqlens if context is None else None
     given = hidden, context, *found, cu_seqlens, *tables_beside(positions, hidden.dtype)
-    return PACKED_LAYER(backend, *given, packing.max_seqlen, *_facts(parts), 1)
+    return PACKED_LAYER(backend, *given, place.packing.max_seqlen, *_facts(parts), 1)
 
 
 def _dtype_beside_prepared(parts: LayerParts) -> torch.dtype:
@@ -620,16 +621,9 @@ def _all_scaled(layers: Sequence[LayerParts], hidden: Tensor, packing: Packing) 
     return hidden
 
 
-def _as_scaled(
-    parts: LayerParts,
-    hidden: Tensor,
-    packing: Packing,
-    rng: Tensor | None,
-    turn: int,
-    context: Tensor | None,
-    given: Distances | None,
-) -> Tensor | None:
+def _as_scaled(parts: LayerParts, hidden: Tensor, place: _Place, context: Tensor | None) -> Tensor | None:
     """As `_as_prepared`, for fp8. Where scores depend on distances, attention runs first, by itself."""
+    packing, rng, turn, given = place
     if given is not None and context is None and type(parts.out) is ScaledLinear:
         context, _ = attend(parts.attention, hidden, packing, rng, turn, False, given)
     found = _scaled_parameters(parts, hidden, context)
@@ -673,8 +667,7 @@ def attends_elsewhere(
     """Whether attention runs on another backend than `backend`. On a CPU it never does."""
     if device_type == "cpu":
         return False
-    op = "attention" if positions is None else "relative_attention"
-    return backends.choose(op, device_type, dtype, backward=live, size=head_size) != backend
+    return backends.choose(attention_op(positions), device_type, dtype, backward=live, size=head_size) != backend
 
 
 def convolve(module: nn.Module, embedded: Tensor, hidden: Tensor, packing: Packing, rng: Tensor | None) -> Tensor:

@@ -298,8 +298,8 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
                             double out_eps, double down_eps, int64_t count) {
   const NoGrad guard;
   check_approximate("packed_layer", approximate);
-  FB_CHECK_VALUE(slots ? !context : !keys && !queries && !bias,
-                 "packed_layer: ", slots ? "slots beside a context" : "tables of positions without slots");
+  const LayerPositions positions{slots, keys, queries, bias};
+  positions.check("packed_layer", context.has_value());
   FB_CHECK_VALUE(hidden.dim() == 2, "packed_layer: hidden has shape ", hidden.sizes(), "; expected (T, C)");
   FB_CHECK_VALUE(count == 1 || (count > 1 && !context), "packed_layer: ", count,
                  " layers; expected one, or several without a context");
@@ -312,7 +312,7 @@ Tensor packed_layer_fwd_cpu(const Tensor& hidden, const OptionalTensor& context,
   Tensor y;
   const auto all = [&] {
     y = context ? run_after(hidden, *context, layers[0], settings)
-                : run(hidden, layers, cu_seqlens, {slots, keys, queries, bias}, heads, scale, settings);
+                : run(hidden, layers, cu_seqlens, positions, heads, scale, settings);
   };
   has_plain(layers) ? all() : together(all);  // products with plain weights are torch's, which use its own threads
   return y;

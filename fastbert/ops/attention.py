@@ -84,6 +84,11 @@ class RelativePositions(NamedTuple):
         return total
 
 
+def attention_op(positions: RelativePositions | None) -> str:
+    """The name of the op that computes attention with these positions."""
+    return "attention" if positions is None else "relative_attention"
+
+
 def tables_beside(positions: RelativePositions | None, dtype: torch.dtype) -> Sequence[Tensor | None]:
     """Slots, keys, queries and bias as primitives take them beside activations in `dtype`."""
     return (None,) * 4 if positions is None else positions.beside(dtype)

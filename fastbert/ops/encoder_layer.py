@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastbert import backends, random
 from fastbert.ops import checks
-from fastbert.ops.attention import RelativePositions, attention_ref, tables_beside
+from fastbert.ops.attention import RelativePositions, attention_op, attention_ref, tables_beside
 from fastbert.ops.bias_gelu import check_approximate
 from fastbert.ops.dense_gelu import dense_gelu_ref
 from fastbert.ops.layer_norm import add_layer_norm_ref, statistics
@@ -263,8 +263,8 @@ def encoder_layer(
     rates = attention_dropout_p, dropout_p
     settings = _settings(hidden, parameters, num_heads, max_seqlen, scale, rates, site, approximate, eps)
     live = needs_grad(hidden, *parameters, *(positions or ()))
-    sizes = {"size": hidden.shape[1], "head_size": parameters[OUT].shape[1] // num_heads}
-    sizes["attention"] = "attention" if positions is None else "relative_attention"
+    head_size = parameters[OUT].shape[1] // num_heads
+    sizes = {"size": hidden.shape[1], "head_size": head_size, "attention": attention_op(positions)}
     backend = backends.choose("encoder_layer", hidden.device.type, settings.dtype, backward=live, **sizes)
     live = live and backend != "reference"
     return run_layer(backend, live, hidden, None, parameters, cu_seqlens, rng, settings, positions=positions)
