@@ -13,6 +13,7 @@ from fastbert.data.tokenizer import get_tokenizer
 from fastbert.files import replacing, write_text
 from fastbert.heads import SPARSE_ACTIVATIONS
 from fastbert.pooling import check_mode
+from fastbert.warn import warn
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,6 +30,7 @@ _FOLLOWED = (
     "max_seq_length do_lower_case query_length document_length query_expansion transformer_task unpad_inputs".split()
 )
 _OUTPUTS = "last_hidden_state", "logits"
+_OTHER_TASKS = "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice"
 _LEGACY = {  # names before sentence-transformers 5.4, in the order in which vectors are concatenated
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -108,6 +110,7 @@ def read(directory: Path) -> Recipe:
     modules = read_modules(directory)
     if not modules:
         _check_whole(directory, "1_Pooling")
+        _warn_of_head(directory)
         return Recipe(directory, max_length=max_length_of(directory, directory))
     kinds = kinds_of(directory, modules)
     middle = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
@@ -137,6 +140,13 @@ def read(directory: Path) -> Recipe:
 def _check_whole(directory: Path, pooling: str) -> None:
     if (directory / pooling / "config.json").exists():
         raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
+
+
+def _warn_of_head(directory: Path) -> None:
+    """Warns of a model that was fine-tuned for other than embeddings."""
+    head = (read_json(directory / "config.json").get("architectures") or [""])[0]
+    if head.endswith(_OTHER_TASKS):
+        warn(f"{directory} holds a {head}, whose head is left out: embeddings are pooled from its encoder's tokens")
 
 
 def read_modules(directory: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from transformers import BertModel as HuggingFaceModel
 from fastbert import BertForSequenceClassification, BertModel, cli, testing
 from fastbert.cli import demo
 from fastbert.cli.demo import python_documentation
+from fastbert.data import save_tokenizer
 from fastbert.inference import Dense, quantize, sentence_files, similarity
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.texts import batches
@@ -590,6 +591,15 @@ def test_a_stated_length_beyond_the_model_s_is_cut(tmp_path):
     assert again.max_length == TINY.max_position_embeddings
     with pytest.warns(UserWarning, match="cut there"):
         again.encode(["word " * 100])
+
+
+def test_a_classifier_s_directory_is_said_to_be_one(tmp_path):
+    saved = sentence_encoder()
+    BertForSequenceClassification(saved.model.config).save_pretrained(tmp_path)
+    save_tokenizer(saved.tokenizer, tmp_path)
+    with pytest.warns(UserWarning, match="holds a BertForSequenceClassification, whose head is left out"):
+        encoder = SentenceEncoder.from_pretrained(tmp_path)
+    assert encoder.pooling == "mean"
 
 
 def test_a_dtype_beside_a_precision_is_refused(tmp_path):
