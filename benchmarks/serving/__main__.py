@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -71,8 +72,7 @@ def commands(options: argparse.Namespace) -> dict[str, list[str]]:
     }  # fmt: skip
     if options.endurance:
         return found
-    if options.workers:
-        found[f"{OURS} --workers {options.workers}"] = [*found[OURS], "--workers", str(options.workers)]
+    found |= {f"{OURS} {more}": [*found[OURS], *more.split()] for more in options.also}
     found["plain"] = [sys.executable, "-m", "benchmarks.serving.plain", directory, "PORT", threads]
     if options.infinity:
         found["infinity"] = [
@@ -128,13 +128,14 @@ def texts_of_all_lengths(seed: int) -> list[str]:
 
 
 def check(services: dict[str, Running], texts: list[str]) -> dict[str, float]:
-    """The largest difference between a service's and SentenceEncoder's embeddings of 16 texts; all are unit vectors."""
+    """The largest difference between a service's and SentenceEncoder's embeddings of 16 texts; all are unit vectors.
+    Ends the program for one that rounding, or the precision that the service was asked for, does not explain."""
     expected, found = SentenceEncoder.from_pretrained(minilm()).encode(texts[:16]).numpy(), {}
     for name, service in services.items():
         body = {"model": service.model, "input": texts[:16]}
         data = httpx.post(service.address + PATH, json=body, timeout=60).raise_for_status().json()["data"]
         found[name] = float(np.abs(np.array([one["embedding"] for one in data]) - expected).max())
-        if found[name] > 1e-5:
+        if found[name] > (0.05 if re.search("bf16|int8|bfloat16|float16", name) else 1e-5):
             raise SystemExit(f"{name} gives other embeddings: they differ by {found[name]:.1e}")
     return found
 
@@ -194,7 +195,8 @@ def _versions(program: str) -> dict[str, str]:
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--infinity", metavar="PROGRAM", help="infinity_emb, in an environment of its own")
-    parser.add_argument("--workers", type=positive, metavar="N", help="of fastbert, which runs once more with them")
+    also = "options of `fastbert serve`, which runs once more with them, as --also='--precision int8'; may be repeated"
+    parser.add_argument("--also", metavar="OPTIONS", action="append", default=[], help=also)
     parser.add_argument("--clients", type=positive, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--seconds", type=duration, default=10.0, help="of a round (default: 10)")
     parser.add_argument("--rounds", type=positive, default=3, help="(default: 3)")
@@ -202,8 +204,8 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=positive, default=os.cpu_count(), help="of each service (default: all)")
     parser.add_argument("--output", type=output, metavar="FILE", help="JSON lines")
     options = parser.parse_args(words)
-    if options.endurance and (options.infinity or options.workers):
-        parser.error("--endurance is of fastbert alone; expected it without --infinity and --workers")
+    if options.endurance and (options.infinity or options.also):
+        parser.error("--endurance is of fastbert alone; expected it without --infinity and --also")
     head, texts, rows = provenance.head(), texts_of_all_lengths(0), []
     if options.infinity:
         head["infinity"] = _versions(options.infinity)
