@@ -1,26 +1,18 @@
-"""AMPTrainer and what it uses: weighted losses, parameter groups, ELECTRA, precision, exact resuming, processes."""
+"""AMPTrainer and what it uses: weighted losses, parameter groups, precision, evaluation, logs, processes."""
 
 import copy
 import csv
 import functools
 import math
-import os
-import random
-import re
-import resource
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 import trainer_process as process
 import transformers
 from torch import nn
-from torch.utils.data import DataLoader
 
 from fastbert import (
     BertConfig,
@@ -30,11 +22,10 @@ from fastbert import (
     BertForReplacedTokenDetection,
     BertForSequenceClassification,
     BertForTokenClassification,
-    BertModel,
     hf,
     metrics,
 )
-from fastbert.data import PackingCollator, TokenBudgetSampler, create_dataloader
+from fastbert.data import PackingCollator, create_dataloader
 from fastbert.training import (
     AMPTrainer,
     ElectraPretraining,
@@ -43,7 +34,6 @@ from fastbert.training import (
     compute_mlm_loader_loss,
     compute_mlm_loss,
     distribute,
-    electra,
     evaluating,
     freeze,
     label_counts,
@@ -51,7 +41,6 @@ from fastbert.training import (
     loss_terms,
     parameter_groups,
 )
-from fastbert.training.electra import sample
 
 HERE = Path(__file__).resolve().parent
 EXACT, CONFIG = process.EXACT, process.CONFIG
@@ -550,490 +539,6 @@ def test_a_finished_run_is_evaluated_again(tmp_path):
     assert len(rows(tmp_path / "evaluation.csv")) == 1
 
 
-# ---- ELECTRA
-
-
-class StandIn(nn.Module):
-    """A discriminator that records its inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.scores = nn.Embedding(99, 2)
-
-    def forward(self, input_ids, labels, cu_seqlens, max_seqlen):
-        self.given = input_ids, labels
-        return Loss(F.cross_entropy(self.scores(input_ids), labels))
-
-
-def electra_batch():
-    torch.manual_seed(3)
-    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0])
-    originals = process.examples(6)
-    return collator(originals), torch.tensor([i for example in originals for i in example["input_ids"]])
-
-
-def test_the_discriminator_sees_what_the_generator_drew(monkeypatch):
-    """The generator draws from its logits at masked tokens. A draw that equals the original is no replacement."""
-    model = ElectraPretraining(BertForMaskedLM(EXACT).double(), StandIn().double(), weight=7.0)
-    (batch, original), drawn = electra_batch(), []
-
-    def rigged(logits):
-        drawn.append(logits.detach())
-        found = sample(logits)
-        found[::2] = original[batch["labelled_rows"]][::2]
-        return found
-
-    monkeypatch.setattr(electra, "sample", rigged)
-    out, at_masks = model(**batch), batch["labelled_rows"]
-    ids, labels = model.discriminator.given
-    assert torch.equal(labels, (ids != original).long()) and 0 < labels.sum() < len(at_masks)
-    assert not labels[at_masks][::2].any()
-    others = torch.ones(len(ids), dtype=torch.bool)
-    others[at_masks] = False
-    assert torch.equal(ids[others], original[others])
-    logits = model.generator(**batch, skip_logits=False).logits[at_masks]
-    assert (drawn[0] - logits).abs().max() <= 1e-12 * logits.abs().max()
-
-    expected = model.generator(**batch).loss + 7.0 * F.cross_entropy(model.discriminator.scores(ids), labels)
-    assert out.loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert out.loss.item() == pytest.approx(loss_terms(out, batch).sum().item(), rel=1e-12)
-    assert label_counts(model, batch).tolist() == [len(at_masks), len(ids)]
-    assert label_counts(model, {name: x.to("meta") for name, x in batch.items() if torch.is_tensor(x)}).is_meta
-    without_rows = {name: x for name, x in batch.items() if name != "labelled_rows"}
-    assert torch.equal(model(**without_rows).losses[0], out.losses[0])
-
-
-def test_samples_have_the_distribution_of_the_logits():
-    """A chi-square test over four tokens with 40 000 draws: 16.3 is exceeded once in a thousand."""
-    logits = torch.tensor([0.0, 1.0, -1.0, 2.0])
-    drawn = sample(logits.expand(40_000, 4)).bincount(minlength=4)
-    expected = 40_000 * logits.softmax(-1)
-    assert ((drawn - expected).square() / expected).sum() < 16.3
-
-
-def test_an_accumulated_step_of_electra_is_that_of_one_big_batch(tmp_path, monkeypatch):
-    """The likeliest token replaces the random draw, which would depend on the order of draws."""
-    monkeypatch.setattr(electra, "sample", lambda logits: logits.argmax(-1))
-    model = electra_of().double()
-    before, all_six = copy.deepcopy(model), examples()
-    loss = before(**collate(all_six, "of_tokens")).loss
-    loss.backward()
-    parts = [collate(part, "of_tokens") for part in (all_six[:1], all_six[1:3], all_six[3:])]
-    sgd(model, tmp_path, gradient_accumulation_steps=3).train(parts, max_steps=1)
-    assert float(rows(tmp_path / "train.csv")[0]["loss"]) == pytest.approx(loss.item(), rel=1e-12)
-    assert_stepped(before, model)
-
-
-def test_electra_learns_with_shared_embeddings_and_resumes(tmp_path):
-    """The generator is narrower, and both models share the embedding tables."""
-
-    def new(directory):
-        process.seed()
-        wide = CONFIG.changed(model_type="electra", embedding_size=32)
-        generator, discriminator = BertForMaskedLM(wide.changed(hidden_size=16)), BertForReplacedTokenDetection(wide)
-        for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
-            setattr(discriminator.bert.embeddings, table, getattr(generator.bert.embeddings, table))
-        return process.trainer_of(ElectraPretraining(generator, discriminator), directory, 30, layer_decay=1.0)
-
-    def loss(trainer):
-        process.seed()
-        return trainer.evaluate(process.masking_loader())["loss"]
-
-    one, two = new(tmp_path / "one"), new(tmp_path / "two")
-    one.train(process.masking_loader(), max_steps=30, save_steps=20)
-    assert loss(one) < 0.9 * loss(two)
-    two.load(one.checkpoints()[0])
-    two.train(process.masking_loader(), max_steps=30)
-    assert process.digest(one.checkpoints()[-1]) == process.digest(two.checkpoints()[-1])
-    tables = {model.bert.embeddings.word_embeddings for model in (two.model.generator, two.model.discriminator)}
-    assert len(tables) == 1
-
-
-@pytest.mark.parametrize(
-    ("generator", "discriminator", "weight", "error", "words"),
-    [
-        (BertModel, BertForReplacedTokenDetection, 1.0, TypeError, "generator is a fastbert.BertModel; expected"),
-        (BertForMaskedLM, BertModel, 1.0, TypeError, "discriminator is a fastbert.BertModel; expected"),
-        (BertForMaskedLM, BertForReplacedTokenDetection, -1.0, ValueError, "weight is -1.0"),
-        (BertForMaskedLM, BertForReplacedTokenDetection, float("nan"), ValueError, "weight is nan"),
-    ],
-)
-def test_electra_of_other_models_is_refused(generator, discriminator, weight, error, words):
-    config = EXACT.changed(model_type="electra")
-    with pytest.raises(error, match=words):
-        ElectraPretraining(generator(EXACT), discriminator(config), weight)
-    with pytest.raises(ValueError, match="the models have 99 and 98 tokens; expected one vocabulary"):
-        ElectraPretraining(BertForMaskedLM(EXACT), BertForReplacedTokenDetection(config.changed(vocab_size=98)))
-
-
-def test_electra_refuses_padded_input():
-    model = ElectraPretraining(BertForMaskedLM(EXACT), StandIn())
-    with pytest.raises(ValueError, match="ElectraPretraining: expected packed input"):
-        model(torch.tensor([[1, 2]]), torch.tensor([[1, -100]]))
-
-
-# ---- resuming
-
-
-def shuffled(workers=0):
-    """Draws order and masks from torch's global generator; with workers, the masks from the workers' generators."""
-    loader = process.masking_loader()
-    return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, num_workers=workers)
-
-
-def by_python_and_numpy():
-    """A loader that is not a DataLoader, and draws from Python's and NumPy's generators."""
-
-    class Batches:
-        def __iter__(self):
-            for start in range(0, 24, 3):
-                batch = PackingCollator()(process.examples()[start : start + 3])
-                ids = batch["input_ids"]
-                ids[0], ids[1] = random.randint(5, 98), int(np.random.randint(5, 99))
-                yield batch | {"labels": ids.clone()}
-
-    return Batches()
-
-
-def with_a_generator():
-    loader = process.masking_loader()
-    generator = torch.Generator().manual_seed(5)
-    return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, generator=generator)
-
-
-def seeded():
-    """Batches by a budget of tokens; set_epoch determines the order and the masks of each epoch."""
-    data = process.examples()
-    sampler = TokenBudgetSampler([len(example["input_ids"]) for example in data], 40)
-    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=7)
-    return DataLoader(data, batch_sampler=sampler, collate_fn=collator)
-
-
-def resumable():
-    """A loader that saves its position, so that no batch is read twice."""
-    collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=7)
-    return create_dataloader(process.examples(), collator, batch_size=2, seed=3)
-
-
-def with_a_worker_that_stays():
-    """The worker's seed is drawn when it starts: once in an uninterrupted run, and again when a run resumes."""
-    return DataLoader(seeded().dataset, 2, True, collate_fn=seeded().collate_fn, num_workers=1, persistent_workers=True)
-
-
-LOADERS = {
-    "shuffled by torch": shuffled,
-    "two workers": functools.partial(shuffled, 2),
-    "a worker that stays": with_a_worker_that_stays,
-    "python and numpy": by_python_and_numpy,
-    "a generator of its own": with_a_generator,
-    "seeded": seeded,
-    "resumable": resumable,
-}
-
-
-@pytest.mark.parametrize(
-    "loader", [pytest.param(name, marks=[pytest.mark.slow] * ("worker" in name)) for name in LOADERS]
-)
-def test_an_interrupted_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path, loader):
-    """Resumes from a checkpoint at the end of an epoch and from one within, with dropout, scaler, schedule, evaluation.
-
-    The logs are the same as well: rows that were logged after the checkpoint are logged again.
-    """
-
-    def run(name, stop=None):
-        process.seed()
-        model = BertForMaskedLM(CONFIG)
-        options = {"gradient_accumulation_steps": 3, "mixed_precision": "fp16", "save_total_limit": 9}
-        trainer = process.trainer_of(model, tmp_path / name, 12, **options)
-
-        def interrupt(*_):
-            if trainer.step == stop:
-                raise KeyboardInterrupt
-
-        hook = model.register_forward_hook(interrupt)
-        trainer.resume()
-        try:
-            trainer.train(LOADERS[loader](), max_steps=10, eval_loader=[held_out], eval_steps=3, save_steps=2)
-        except KeyboardInterrupt:
-            assert stop is not None
-        hook.remove()  # else a cycle, and torch waits 5 s for each worker of a loader that the garbage collector frees
-        return trainer
-
-    held_out = electra_batch()[0]
-    one = run("one")
-    assert one.epoch >= 2
-    for stop in (5, 7):
-        assert run("two", stop).step == stop
-    two = run("two")
-    assert [process.digest(path) for path in one.checkpoints()] == [process.digest(path) for path in two.checkpoints()]
-    for table in ("train.csv", "evaluation.csv"):
-        assert rows(tmp_path / "one" / table) == rows(tmp_path / "two" / table) != []
-
-
-def test_epochs_are_told_to_the_loader_or_to_its_parts_before_their_first_batch(tmp_path):
-    """A loader with set_epoch is expected to tell its parts itself. Resuming within an epoch tells its number again."""
-    told = []
-
-    class Telling:
-        def __init__(self, name, **parts):
-            self.__dict__ |= {"name": name, **parts}
-
-        def set_epoch(self, epoch):
-            told.append(f"{self.name} {epoch}")
-
-    class Batches:
-        def __init__(self, **parts):
-            self.__dict__ |= parts
-
-        def __iter__(self):
-            told.append("batches")
-            return iter([collate(examples(), "of_tokens")] * 2)
-
-    class Loader(Telling, Batches):
-        pass
-
-    parts = {"batch_sampler": Telling("sampler"), "collate_fn": Telling("collator")}
-    for loader, names in ((Batches(**parts), ["sampler", "collator"]), (Loader("loader", **parts), ["loader"])):
-        told.clear()
-        directory = tmp_path / names[0]
-        sgd(BertForMaskedLM(CONFIG), directory).train(loader, max_steps=3)
-        again = sgd(BertForMaskedLM(CONFIG), directory)
-        again.resume()
-        again.train(loader, max_steps=5)
-        assert told == [x for epoch in (0, 1, 1, 2) for x in [*(f"{name} {epoch}" for name in names), "batches"]]
-
-
-def test_training_may_go_on_in_the_same_process(tmp_path):
-    def run(name, *ends):
-        process.seed()
-        trainer, loader = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 12), shuffled()
-        for end in ends:
-            trainer.train(loader, max_steps=end)
-        return process.digest(trainer.checkpoints()[-1])
-
-    assert run("one", 15) == run("two", 7, 12, 15)
-
-
-def test_another_loader_is_used_from_its_first_batch(tmp_path):
-    first, second = ([{"labels": torch.tensor([number + i])} for i in range(4)] for number in (1, 11))
-    seen = []
-
-    class Noted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.x = nn.Parameter(torch.zeros(1))
-
-        def forward(self, labels):
-            seen.append(int(labels))
-            return Loss(self.x.sum())
-
-    trainer = sgd(Noted(), tmp_path)
-    trainer.train(first, max_steps=3)
-    trainer.train(second, max_steps=5)
-    trainer.train(second, max_steps=6)
-    assert seen == [1, 2, 3, 11, 12, 13] and (trainer.epoch, trainer.position) == (1, 3)
-    trainer.load(trainer.checkpoints()[-1])
-    trainer.train(list(second), max_steps=7)
-    assert seen[6:] == [14] and trainer.epoch == 1
-
-
-def trained(directory, loader, start=None, hook=None, **options):
-    """A trainer after 15 steps, where an epoch has at most 12. start: a checkpoint to start from."""
-    process.seed()
-    trainer = process.trainer_of(BertForMaskedLM(CONFIG), directory, 16, save_total_limit=99)
-    if start is not None:
-        trainer.load(start)
-    if hook is not None:
-        trainer.model.register_forward_hook(functools.partial(hook, trainer))
-    try:
-        trainer.train(loader, max_steps=15, **options)
-    except KeyboardInterrupt:
-        trainer.save()
-    return trainer
-
-
-@pytest.mark.parametrize("kind", ["a generator of its own", pytest.param("resumable", marks=pytest.mark.slow)])
-def test_the_loader_of_training_may_be_evaluated(tmp_path, kind):
-    """Evaluation happens in the middle of an epoch, which then continues where it was."""
-
-    def run(name, start=None):
-        loader = LOADERS[kind]()
-        return trained(tmp_path / name, loader, start, eval_loader=loader, eval_steps=2, save_steps=5)
-
-    one = run("one")
-    assert [trainer_state(path)["position"] for path in one.checkpoints()] == [5, 10, 3]
-    for start in one.checkpoints()[:2]:
-        two = run(start.stem, start)
-        assert process.digest(one.checkpoints()[-1]) == process.digest(two.checkpoints()[-1])
-
-
-def trainer_state(path):
-    return torch.load(path, weights_only=True)
-
-
-def test_workers_that_stay_serve_one_iteration_at_a_time(tmp_path):
-    loader = with_a_worker_that_stays()
-    with pytest.raises(ValueError, match="eval_loader is loader, whose persistent workers serve one iteration"):
-        sgd(BertForMaskedLM(CONFIG), tmp_path).train(loader, max_steps=1, eval_loader=loader)
-
-
-@pytest.mark.parametrize("loader", ["shuffled by torch", "a generator of its own", "resumable"])
-@pytest.mark.parametrize("stop", [5, 12], ids=["within an epoch", "in the first step of one"])
-def test_a_run_that_is_interrupted_by_hand_can_be_saved(tmp_path, loader, stop):
-    """In the middle of a step, whose batch and dropout have been drawn, and are drawn again after resuming."""
-
-    def interrupt(trainer, *_):
-        if trainer.step == stop:
-            raise KeyboardInterrupt
-
-    one = trained(tmp_path / "one", LOADERS[loader]())
-    two = trained(tmp_path / "two", LOADERS[loader](), hook=interrupt)
-    (saved,) = two.checkpoints()
-    assert trainer_state(saved)["step"] == stop
-    three = trained(tmp_path / "three", LOADERS[loader](), saved)
-    assert process.digest(one.checkpoints()[-1]) == process.digest(three.checkpoints()[-1])
-
-
-@pytest.mark.parametrize("loader", [pytest.param("shuffled by torch", marks=pytest.mark.slow), "resumable"])
-def test_a_metric_may_save_the_best_model(tmp_path, loader):
-    """The checkpoint is saved within the metric, after that has drawn random numbers."""
-
-    def metric(model, batches, device):
-        loss = compute_loader_loss(model, batches, device)
-        if trainers[-1].step in (6, 12):
-            trainers[-1].save()
-        return loss
-
-    def run(name, start=None):
-        process.seed()
-        trainers.append(process.trainer_of(BertForMaskedLM(CONFIG), tmp_path / name, 16, save_total_limit=99))
-        if start is not None:
-            trainers[-1].load(start)
-        held_out = process.masking_loader()
-        trainers[-1].train(LOADERS[loader](), max_steps=15, eval_loader=held_out, metric=metric, eval_steps=3)
-        return trainers[-1].checkpoints()
-
-    trainers = []
-    at_six, at_twelve, end = run("one")
-    for start in (at_six, at_twelve):
-        assert process.digest(run(start.stem, start)[-1]) == process.digest(end)
-
-
-@pytest.mark.parametrize("part", ["a scheduler", 'mixed_precision="fp16"'])
-@pytest.mark.parametrize("there", [True, False])
-def test_a_checkpoint_with_other_parts_is_refused_before_anything_changes(tmp_path, part, there):
-    def new(has):
-        model = BertForMaskedLM(CONFIG)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        schedule = linear_schedule(optimizer, 0, 9) if part == "a scheduler" and has else None
-        precision = "fp16" if part != "a scheduler" and has else None
-        return AMPTrainer(model, optimizer, schedule, output_dir=tmp_path, mixed_precision=precision, progress=False)
-
-    new(there).train([collate(examples(), "of_tokens")], max_steps=1)
-    other = new(not there)
-    before = copy.deepcopy(other.model.state_dict())
-    was, has = ("with", "without") if there else ("without", "with")
-    with pytest.raises(ValueError, match=f"00000001.pt was saved {was} {part}, and this trainer is {has}; expected"):
-        other.resume()
-    assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
-
-
-def launch(*arguments, torchrun=False):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
-    return subprocess.run(
-        [sys.executable, *command, str(HERE / "trainer_process.py"), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path):
-    """The run gets SIGKILL in the middle of a step, and then while it writes a checkpoint."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the launched processes
-    uninterrupted = process.alone(tmp_path / "one", 6)
-    torch.set_num_threads(threads)
-    assert launch(tmp_path / "two", 6, "--die", "step").returncode == -signal.SIGKILL
-    assert launch(tmp_path / "two", 6, "--die", "save").returncode == -signal.SIGKILL
-    left = sorted(re.sub(r"[0-9a-f]{8}\.part", "<random>.part", path.name) for path in (tmp_path / "two").iterdir())
-    checkpoints = ["checkpoint-00000002.pt", "checkpoint-00000003.pt", "checkpoint-00000004.pt.<random>.part"]
-    assert left == [*checkpoints, "train.csv"]
-    resumed = launch(tmp_path / "two", 6)
-    assert resumed.stdout.strip() == uninterrupted, resumed.stderr
-    left = sorted(path.name for path in (tmp_path / "two").iterdir())
-    assert left == ["checkpoint-00000005.pt", "checkpoint-00000006.pt", "train.csv"]
-
-
-def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
-    """A limit on the file size makes the write fail halfway, as a full disk does."""
-    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
-    trainer.train(shuffled(), max_steps=2)
-    (checkpoint,) = trainer.checkpoints()
-    whole, limits = checkpoint.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) // 2, limits[1]))
-    try:
-        with pytest.raises(OSError, match="checkpoint-00000002.pt"):
-            trainer.save()  # overwrites the old one
-        assert checkpoint.read_bytes() == whole
-        with pytest.raises(OSError, match="checkpoint-00000003.pt") as raised:
-            trainer.train(shuffled(), max_steps=3)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert raised.value.errno and not isinstance(raised.value, FileExistsError)
-    assert trainer.checkpoints() == [checkpoint] and checkpoint.read_bytes() == whole
-    assert not list(tmp_path.glob("*.part"))
-    again = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
-    assert again.resume() and again.step == 2
-    again.train(shuffled(), max_steps=4)
-
-
-@pytest.mark.parametrize(("limit", "kept"), [(3, [8, 10, 11]), (None, [2, 4, 6, 8, 10, 11])])
-def test_the_newest_checkpoints_are_kept(tmp_path, limit, kept):
-    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20, save_total_limit=limit)
-    (tmp_path / "checkpoint-best.pt").touch()  # not the trainer's
-    assert not trainer.resume()
-    trainer.train(shuffled(), max_steps=11, save_steps=2)
-    assert [int(path.stem[-8:]) for path in trainer.checkpoints()] == kept
-    other = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20)
-    assert other.resume() and other.step == 11 and other.optimizer.state
-    with pytest.raises(FileExistsError, match="checkpoint-00000011.pt, and this run is at step 0; call resume"):
-        process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20).train(shuffled(), max_steps=1)
-
-
-@pytest.mark.parametrize("damage", ["cut off", "a bit flipped", "something else", "other weights"])
-def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, damage):
-    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
-    trainer.train(shuffled(), max_steps=1)
-    (path,) = trainer.checkpoints()
-    data = bytearray(path.read_bytes())
-    if damage == "cut off":
-        path.write_bytes(data[: len(data) // 2])
-    elif damage == "a bit flipped":
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    elif damage == "something else":
-        torch.save({"model": {}}, path)
-    changes = {"hidden_size": 16} if damage == "other weights" else {}
-    other = process.trainer_of(BertForMaskedLM(CONFIG.changed(**changes)), tmp_path, 10)
-    before = copy.deepcopy(other.model.state_dict())
-    with pytest.raises(RuntimeError if changes else ValueError, match="wrong shape" if changes else str(path)):
-        other.resume()
-    assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
-    with pytest.raises(FileNotFoundError):
-        other.load(tmp_path / "checkpoint-00000099.pt")
-
-
-def test_a_loader_that_has_shrunk_is_refused(tmp_path):
-    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 20)
-    trainer.train(shuffled(), max_steps=10)
-    trainer.resume()
-    with pytest.raises(ValueError, match="the run is at batch 10 of its epoch; the loader has 4 batches"):
-        trainer.train(list(shuffled())[:4], max_steps=11)
-
-
 # ---- logs
 
 
@@ -1102,7 +607,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
         trainer.train(half, max_steps=1)
     for name in ("eval_steps", "save_steps"):
         with pytest.raises(ValueError, match=f"{name} is 0; expected a whole number, at least 1"):
-            trainer.train(shuffled(), **{"max_steps": 1, name: 0})
+            trainer.train(process.shuffled(), **{"max_steps": 1, name: 0})
     with pytest.raises(ValueError, match="kind is 'dp'; expected 'ddp' or 'fsdp'"):
         distribute(nn.Linear(1, 1), "dp")
 
@@ -1114,7 +619,7 @@ def test_a_loader_or_a_period_that_makes_no_sense_is_refused(tmp_path):
 def test_two_processes_train_as_one(tmp_path):
     """In float64, up to rounding, with unequal numbers of labels, in DDP and FSDP2. One process can load the checkpoint
     of two."""
-    answer = launch(tmp_path, torchrun=True)
+    answer = process.launch(tmp_path, torchrun=True)
     assert answer.returncode == 0 and answer.stdout.count("resumed") == 4, answer.stderr[-3000:]
     assert answer.stdout.count("ended") == 2
     for name, last in (("signal", 3), ("stop", 2), ("best", 3)):

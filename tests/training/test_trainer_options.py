@@ -13,7 +13,7 @@ import pytest
 import torch
 import trainer_process as process
 import transformers
-from test_trainer import launch, rows, sgd, shuffled
+from test_trainer import rows, sgd
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -111,7 +111,7 @@ def test_a_seed_decides_what_training_draws(tmp_path):
         trainer = trainer_of(tmp_path, name)
         torch.rand(draws), np.random.rand(draws), random.random()
         trainer = process.trainer_of(trainer.model, tmp_path / name, 12, seed=seed)
-        trainer.train(shuffled(), max_steps=2)
+        trainer.train(process.shuffled(), max_steps=2)
         return digest(trainer)
 
     assert run("a", 1, 7) == run("b", 5, 7) != run("c", 1, 8)
@@ -139,8 +139,8 @@ trainers = []
 
 def train(trainer, values, steps, **options):
     trainers.append(trainer)
-    every = {"eval_steps": 1, "save_steps": 1}
-    return trainer.train(shuffled(), max_steps=steps, eval_loader=[], metric=scripted(values), **every, **options)
+    every = {"eval_steps": 1, "save_steps": 1, "eval_loader": []}
+    return trainer.train(process.shuffled(), max_steps=steps, metric=scripted(values), **every, **options)
 
 
 def kept(trainer):
@@ -174,7 +174,7 @@ def test_the_best_checkpoint_is_written_when_none_is_due(tmp_path):
     trainer = trainer_of(tmp_path, best=Best(min_improvement=0.5))
     trainers.append(trainer)
     metric = lambda *_: [3.0, 2.6, 2.4, 9.0, 1.95, 9.0][trainer.step - 1]  # noqa: E731
-    trainer.train(shuffled(), max_steps=6, eval_loader=[], metric=metric, eval_steps=1)
+    trainer.train(process.shuffled(), max_steps=6, eval_loader=[], metric=metric, eval_steps=1)
     assert kept(trainer) == [3, 6] and trainer.best.step == 3  # 2.4 is better than 3 by more than 0.5, 1.95 is not
 
 
@@ -224,19 +224,19 @@ def test_options_of_train_that_cannot_be_followed_are_refused(tmp_path):
     trainer = trainer_of(tmp_path)
     for options in ({"eval_steps": 1}, {"metric": lambda *_: 0.0}):
         with pytest.raises(ValueError, match="are for evaluations; expected an eval_loader"):
-            trainer.train(shuffled(), 1, **options)
+            trainer.train(process.shuffled(), 1, **options)
     with pytest.raises(ValueError, match="max_steps is 2.5; expected a whole number"):
-        trainer.train(shuffled(), 2.5)
+        trainer.train(process.shuffled(), 2.5)
     with pytest.raises(TypeError, match="metric returned None; expected a number"):
-        trainer.evaluate(shuffled(), lambda *_: None)
-    assert trainer.evaluate(shuffled(), lambda *_: {"f1": np.array(0.5)}) == {"f1": 0.5}
+        trainer.evaluate(process.shuffled(), lambda *_: None)
+    assert trainer.evaluate(process.shuffled(), lambda *_: {"f1": np.array(0.5)}) == {"f1": 0.5}
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     with pytest.raises(ValueError, match="the optimizer has no parameter of the model"):
         AMPTrainer(trainer.model, other, output_dir=tmp_path)
 
 
 def test_another_kind_of_optimizer_or_loader_is_refused(tmp_path):
-    trainer_of(tmp_path).train(shuffled(), 1)
+    trainer_of(tmp_path).train(process.shuffled(), 1)
     trainer = trainer_of(tmp_path)
     trainer.optimizer = torch.optim.Adagrad(trainer.model.parameters())
     with pytest.raises(ValueError, match=r"was saved with \w+ as its optimizer, and this trainer has Adagrad"):
@@ -252,7 +252,7 @@ def test_another_kind_of_optimizer_or_loader_is_refused(tmp_path):
 def test_a_best_without_its_metric_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, best=Best("accuracy"))
     with pytest.raises(ValueError, match="best needs evaluations to choose from; expected eval_loader and eval_steps"):
-        trainer.train(shuffled(), max_steps=1)
+        trainer.train(process.shuffled(), max_steps=1)
     with pytest.raises(ValueError, match="metric is 'accuracy', and the evaluation has f1, loss"):
         train(trainer, [1.0], 1)
     with pytest.raises(TypeError, match="best is 'loss'; expected a Best, or None"):
@@ -260,7 +260,7 @@ def test_a_best_without_its_metric_is_refused(tmp_path):
 
 
 def test_a_checkpoint_of_another_metric_is_refused_and_one_of_none_is_not(tmp_path):
-    trainer_of(tmp_path).train(shuffled(), max_steps=1)
+    trainer_of(tmp_path).train(process.shuffled(), max_steps=1)
     trainer = trainer_of(tmp_path, best=Best("f1"))
     assert trainer.resume()
     train(trainer, [0.0, 0.5], 2)
@@ -303,7 +303,7 @@ def test_callbacks_are_told_in_order_and_may_stop(tmp_path):
 
     trainer = trainer_of(tmp_path, callbacks=[callback])
     loader = list(process.masking_loader())[:2]
-    result = trainer.train(shuffled(), max_steps=9, eval_loader=loader, eval_steps=2, save_steps=2)
+    result = trainer.train(process.shuffled(), max_steps=9, eval_loader=loader, eval_steps=2, save_steps=2)
     numbers = ("epoch", "gradient_norm", "learning_rate", "loss", "seconds", "skipped_steps")
     assert told == [
         ("begin", 0),
@@ -316,14 +316,14 @@ def test_callbacks_are_told_in_order_and_may_stop(tmp_path):
         ("end", 3, "loss"),
     ]
     assert result["loss"] == float(rows(tmp_path / "run" / "evaluation.csv")[0]["loss"])
-    trainer.train(shuffled(), max_steps=4)  # a stop ends only that call
+    trainer.train(process.shuffled(), max_steps=4)  # a stop ends only that call
     assert trainer.step == 4 and told[-1] == ("end", 4)
 
 
 def test_callbacks_do_not_change_what_training_draws(tmp_path):
     def run(name, *callbacks):
         trainer = trainer_of(tmp_path, name, callbacks=callbacks)
-        trainer.train(shuffled(), max_steps=4, save_steps=1)
+        trainer.train(process.shuffled(), max_steps=4, save_steps=1)
         return digest(trainer)
 
     def draw(trainer, event, values):
@@ -335,7 +335,7 @@ def test_callbacks_do_not_change_what_training_draws(tmp_path):
 def test_loggers_are_given_dicts_and_steps(tmp_path):
     logged = []
     trainer = trainer_of(tmp_path, loggers=[lambda values, step: logged.append((step, values))])
-    trainer.train(shuffled(), max_steps=2, eval_loader=list(process.masking_loader())[:2], eval_steps=2)
+    trainer.train(process.shuffled(), max_steps=2, eval_loader=list(process.masking_loader())[:2], eval_steps=2)
     assert [(step, {name.partition("/")[0] for name in values}) for step, values in logged] == [
         (1, {"train"}),
         (2, {"train"}),
@@ -390,16 +390,16 @@ def handled():
 @pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 def test_a_signal_ends_the_run_after_the_step_which_is_saved(tmp_path, handlers, number, error):
     one = trainer_of(tmp_path, "one")
-    one.train(shuffled(), max_steps=5)
+    one.train(process.shuffled(), max_steps=5)
     for end in (2, 5):
         trainers.append(trainer_of(tmp_path, "two"))
         trainers[-1].resume()
         if end == 2:
             trainers[-1].model.register_forward_hook(signalling(number, at=1))
             with pytest.raises(error):
-                trainers[-1].train(shuffled(), max_steps=5)
+                trainers[-1].train(process.shuffled(), max_steps=5)
         else:
-            trainers[-1].train(shuffled(), max_steps=5)
+            trainers[-1].train(process.shuffled(), max_steps=5)
         assert trainers[-1].step == end and kept(trainers[-1])[-1] == end and handled() == handlers
     assert digest(one) == digest(trainers[-1])
 
@@ -408,7 +408,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path, handlers, capfd):
     trainers.append(trainer_of(tmp_path))
     trainers[-1].model.register_forward_hook(signalling(signal.SIGINT, at=1, times=2))
     with pytest.raises(KeyboardInterrupt):
-        trainers[-1].train(shuffled(), max_steps=5, save_steps=1)
+        trainers[-1].train(process.shuffled(), max_steps=5, save_steps=1)
     assert trainers[-1].step == 1 and kept(trainers[-1]) == [1] and handled() == handlers
     assert "SIGINT: training ends after this step; again to end it at once" in capfd.readouterr().err
 
@@ -417,12 +417,12 @@ def test_signals_are_as_they_were_after_a_run_an_error_and_in_threads(tmp_path, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as under nohup: it stays ignored
     trainers.append(trainer_of(tmp_path))
     trainers[-1].model.register_forward_hook(signalling(signal.SIGINT, at=0))
-    trainers[-1].train(shuffled(), max_steps=2)
+    trainers[-1].train(process.shuffled(), max_steps=2)
     assert handled() == (signal.SIG_IGN, handlers[1]) and trainers[-1].step == 2
     with pytest.raises(ValueError, match="the loader has no batch"):
         trainer_of(tmp_path, "empty").train([], max_steps=2)
     assert handled() == (signal.SIG_IGN, handlers[1])
-    thread = threading.Thread(target=trainers[-1].train, args=(shuffled(), 3))
+    thread = threading.Thread(target=trainers[-1].train, args=(process.shuffled(), 3))
     thread.start()
     thread.join()
     assert trainers[-1].step == 3
@@ -430,7 +430,7 @@ def test_signals_are_as_they_were_after_a_run_an_error_and_in_threads(tmp_path, 
 
 def test_workers_outlive_the_signal_of_the_terminal(tmp_path, handlers):
     """A terminal's signal reaches the workers too, but the step that is being finished may still need them."""
-    loader = shuffled(workers=1)
+    loader = process.shuffled(workers=1)
     loader = DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, num_workers=1, prefetch_factor=1)
     trainers.append(trainer_of(tmp_path, gradient_accumulation_steps=6))
 
@@ -481,6 +481,6 @@ def test_a_signal_that_workers_die_of_is_saved_too(tmp_path, handlers, event):
 
 @pytest.mark.slow  # only here does SIGTERM end the process, unlike above
 def test_a_terminated_process_has_saved(tmp_path):
-    ended = launch(tmp_path, 6, "--die", "terminated")
+    ended = process.launch(tmp_path, 6, "--die", "terminated")
     assert ended.returncode == -signal.SIGTERM, ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir())[-2:] == ["checkpoint-00000004.pt", "train.csv"]

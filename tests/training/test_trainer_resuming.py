@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 import trainer_process as process
-from test_trainer import shuffled
 from test_trainer_options import digest, trainer_of
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, IterableDataset
@@ -21,13 +20,13 @@ def resumable(batch_size):
     return create_dataloader(process.examples(), MASKS, batch_size)
 
 
-@pytest.mark.parametrize("loaders", [(lambda: resumable(4), lambda: resumable(3)), (shuffled, lambda: resumable(3))])
+@pytest.mark.parametrize("first", [lambda: resumable(4), process.shuffled])
 @pytest.mark.parametrize("stop", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 5))])
-def test_two_phases_go_on_wherever_they_were_interrupted(tmp_path, loaders, stop):
+def test_two_phases_go_on_wherever_they_were_interrupted(tmp_path, first, stop):
     def run(name, *ends):
         trainer = trainer_of(tmp_path, name)
         trainer.resume()
-        for loader, end in zip((make() for make in loaders), ends, strict=False):
+        for loader, end in zip((first(), resumable(3)), ends, strict=False):
             trainer.train(loader, end)
         return trainer
 
@@ -55,16 +54,16 @@ def test_the_best_checkpoint_may_be_in_another_directory(tmp_path):
         return {"eval_loader": [], "metric": lambda *_: next(given), "eval_steps": 1}
 
     one = trainer_of(tmp_path, "one", best=Best())
-    one.train(shuffled(), 3, **evaluations(3.0, 1.0, 2.0))
+    one.train(process.shuffled(), 3, **evaluations(3.0, 1.0, 2.0))
     two = trainer_of(tmp_path, "two", best=Best())
     two.load(one.best_checkpoint())
-    two.train(shuffled(), 4, **evaluations(2.0, 2.0))
+    two.train(process.shuffled(), 4, **evaluations(2.0, 2.0))
     again = trainer_of(tmp_path, "two", best=Best())
     again.resume()
     assert two.best_checkpoint() == one.best_checkpoint() == again.best_checkpoint()
     third = trainer_of(tmp_path, "three", best=Best())
     third.load(one.best_checkpoint())
-    third.train(shuffled(), 3, **evaluations(0.5))
+    third.train(process.shuffled(), 3, **evaluations(0.5))
     assert third.best_checkpoint() == third.checkpoints()[-1]
 
 
@@ -108,12 +107,12 @@ def test_more_states_are_saved_and_required(tmp_path):
         return trainer, average
 
     whole, expected = new()
-    whole.train(shuffled(), 4, save_steps=2)
+    whole.train(process.shuffled(), 4, save_steps=2)
     again, found = new()
     again.load(whole.checkpoints()[0])
     again.output_dir = tmp_path / "other"
     again.output_dir.mkdir()
-    again.train(shuffled(), 4)
+    again.train(process.shuffled(), 4)
     assert found.n_averaged == 4
     for name, value in expected.state_dict().items():
         assert torch.equal(found.state_dict()[name], value), name
@@ -132,12 +131,12 @@ def test_a_schedule_may_be_extended(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
         return AMPTrainer(model, optimizer, linear_schedule(optimizer, 0, steps), output_dir=tmp_path, progress=False)
 
-    new(1e-2, 4).train(shuffled(), 4)
+    new(1e-2, 4).train(process.shuffled(), 4)
     trainer = new(1e-2, 8)
     trainer.resume()
     used = []
     trainer.loggers.append(lambda values, step: used.append(values["train/learning_rate"]))
-    trainer.train(shuffled(), 6)
+    trainer.train(process.shuffled(), 6)
     assert used == pytest.approx([0.5e-2, 0.375e-2])
     with pytest.warns(UserWarning, match=r"learning rates are the checkpoint's, \[0.01\], instead of \[0.5\]"):
         new(0.5, 8).resume()
@@ -147,7 +146,7 @@ def test_a_schedule_may_be_extended(tmp_path):
 def test_training_stops_wherever_a_callback_says_so(tmp_path, event, end):
     stop = lambda trainer, told, values: told == event and trainer.stop()  # noqa: E731
     trainer = trainer_of(tmp_path, callbacks=[stop])
-    trainer.train(shuffled(), 6, eval_loader=[], metric=lambda *_: 1.0, eval_steps=2, save_steps=2)
+    trainer.train(process.shuffled(), 6, eval_loader=[], metric=lambda *_: 1.0, eval_steps=2, save_steps=2)
     assert trainer.step == end and [int(path.stem[-8:]) for path in trainer.checkpoints()] == [end][: end > 0]
 
 
@@ -155,7 +154,7 @@ def test_gradients_that_overflow_at_any_scale_end_the_run(tmp_path):
     trainer = trainer_of(tmp_path, mixed_precision="fp16")
     next(trainer.model.parameters()).register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(FloatingPointError, match="overflow whatever the scale of the loss"):
-        trainer.train(shuffled(), 300)
+        trainer.train(process.shuffled(), 300)
     assert 30 < trainer.skipped_steps < 60
 
 
@@ -168,18 +167,18 @@ def test_a_scheduler_that_waits_for_a_metric_is_refused(tmp_path):
 
 def test_an_evaluation_of_a_share_is_refused(tmp_path):
     trainer, share = trainer_of(tmp_path), create_dataloader(process.examples(), MASKS, 4, rank=0, world_size=2)
-    for evaluate in (trainer.evaluate, lambda loader: trainer.train(shuffled(), 1, eval_loader=loader)):
+    for evaluate in (trainer.evaluate, lambda loader: trainer.train(process.shuffled(), 1, eval_loader=loader)):
         with pytest.raises(ValueError, match="divided among 2 processes, each of which would evaluate its share alone"):
             evaluate(share)
     with pytest.raises(ValueError, match="a number named 'step'"):
-        trainer.evaluate(shuffled(), lambda *_: {"step": 1.0})
+        trainer.evaluate(process.shuffled(), lambda *_: {"step": 1.0})
 
 
 def test_processes_at_different_steps_are_refused(tmp_path, monkeypatch):
     trainer = trainer_of(tmp_path)
     monkeypatch.setattr(trainer, "_largest", lambda *numbers: [7, 0])
     with pytest.raises(ValueError, match="processes are at steps 0 to 7; expected one output_dir"):
-        trainer.train(shuffled(), 1)
+        trainer.train(process.shuffled(), 1)
 
 
 def test_options_of_ddp_are_passed_on(monkeypatch):

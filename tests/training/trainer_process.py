@@ -1,4 +1,4 @@
-"""Runs of AMPTrainer in separate processes, for test_trainer.py.
+"""Runs of AMPTrainer in separate processes, for the tests of it.
 
     python trainer_process.py DIR STEPS [--die step|save|terminated]
     torchrun --nproc-per-node 2 trainer_process.py DIR
@@ -16,6 +16,8 @@ import hashlib
 import os
 import random
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +58,12 @@ def masking_loader(rank: int = 0, processes: int = 1) -> DataLoader:
     """A loader shuffled and masked by torch's global generator: the hardest kind to resume."""
     collator = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0])
     return DataLoader(examples()[rank::processes], 2, shuffle=True, collate_fn=collator)
+
+
+def shuffled(workers: int = 0) -> DataLoader:
+    """Draws order and masks from torch's global generator; with workers, the masks from the workers' generators."""
+    loader = masking_loader()
+    return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, num_workers=workers)
 
 
 def trainer_of(model: torch.nn.Module, directory: Path, steps: int, layer_decay: float = 0.8, **options) -> AMPTrainer:
@@ -195,6 +203,18 @@ def main() -> None:
         resumed(args.directory / kind, kind, *process)
     ended(args.directory, *process)
     leave()
+
+
+def launch(*arguments: object, torchrun: bool = False) -> subprocess.CompletedProcess:
+    """Runs this file with these arguments."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    return subprocess.run(
+        [sys.executable, *command, __file__, *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 if __name__ == "__main__":
