@@ -160,9 +160,16 @@ def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
     return not but_of or not all(owner.startswith(but_of) for owner in owners)
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a forward was set on the module itself, in place of its class's."""
+    if torch.compiler.is_compiling():  # compiled code notices later changes of this, and not of entries of __dict__
+        return getattr(module.forward, "__func__", None) is not type(module).forward
+    return "forward" in module.__dict__
+
+
 def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether the module's forward is that of `kind`. Hooks are not looked at."""
-    return type(module).forward is kind.forward and "forward" not in vars(module)
+    return type(module).forward is kind.forward and not has_own_forward(module)
 
 
 def ordinary(weight: Tensor | None) -> bool:
@@ -183,7 +190,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether the module is `unchanged` and has no hooks. Written for speed, as it is asked of every leaf of every
     layer."""
     cls, own = type(module), module.__dict__
-    if (cls is not kind and cls.forward is not kind.forward) or "forward" in own:
+    if (cls is not kind and cls.forward is not kind.forward) or has_own_forward(module):
         return False
     hooked = own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
     return not hooked

@@ -43,11 +43,12 @@ from fastbert.warn import warn
 ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "fastbert")
 TENSORS = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 SETTINGS = ("use_cache", "return_dict", "output_hidden_states", "output_attentions", "num_items_in_batch")
-# Keywords that transformers' attention functions read, although no model's forward names them.
-READ_BY_ATTENTION = frozenset(
+# Keywords that count although no model's forward names them: transformers' attention functions read them, or (the last)
+# a decorator of forward gives them another name.
+READ = frozenset(
     "dropout scaling softmax_scale is_causal position_bias sliding_window softcap s_aux cache block_table k_cache "
     "v_cache cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k query_length position_ids target_dtype "
-    "deterministic use_top_left_mask attn_implementation kernel_options".split()
+    "deterministic use_top_left_mask attn_implementation kernel_options past_key_values".split()
 )
 
 MASKED_LM = ("ForMaskedLM", "BertForPreTraining", "AlbertForPreTraining")
@@ -298,8 +299,8 @@ def _checked(module: nn.Module) -> Replacement:
 def _check_uncalled(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
     """Checks a module that is not called, because fastbert computes what it does: nothing may be around its forward."""
     supported.check_own(module, but_of)
-    own = _unbound(vars(module).get("forward"))
-    if not (own is None or isinstance(own, Replacement) or own is type(module).forward):
+    forward = _unbound(module.forward)
+    if not (isinstance(forward, Replacement) or forward is type(module).forward):
         raise Fallback(f"a {type(module).__name__} has a forward of its own")
 
 
@@ -385,6 +386,7 @@ class ModelForward(Replacement):
             raise Fallback("the last layer runs several times (z_steps)")
         if config._attn_implementation not in ATTENTIONS:
             raise Fallback(f"the attention implementation is {config._attn_implementation!r}")
+        supported.check_attention_function(config._attn_implementation)
         for name, value in inputs.items():
             if value is not None and not self._may_have(name):
                 raise Fallback(f"{name} is given")
@@ -395,7 +397,7 @@ class ModelForward(Replacement):
         """Whether packed forwards support this argument, or transformers ignores it, so that it can be passed on."""
         if name in TENSORS or name in SETTINGS or name == "attention_mask":
             return True
-        return name not in self.names and name not in READ_BY_ATTENTION
+        return name not in self.names and name not in READ
 
     def _check_tensors(self, inputs: dict[str, Any]) -> tuple[torch.Size, torch.device]:
         """(B, S) and the device. Raises Fallback for wrong tensors, because the original reports the error best."""
@@ -418,6 +420,7 @@ class ModelForward(Replacement):
 
     def _check_modules(self, layers: list[nn.Module]) -> tuple[dict[int, EmbeddingParts | LayerParts], bool]:
         """The parts of the embeddings and of each layer, and whether any of them applies dropout. Raises Fallback."""
+        supported.check_methods(self.module, "_create_attention_masks")
         for module in self.family.containers(self.module):
             supported.check_own(module, supported.FRAMEWORKS)
         projection = self.family.projected(self.module)
@@ -600,7 +603,8 @@ class EncoderForward(Replacement):
 
 class RelativeEncoderForward(Replacement):
     """Runs DeBERTa's and MPNet's layers itself, because their encoders pass no keywords to layers, compute the
-    distances between all packed tokens, and record what their layers return."""
+    distances between all packed tokens, and record what their layers return. Hooks on a layer see as many positional
+    arguments as in the original, without the mask and the bias, and what it returns there."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         call, encoder = _active.call, self.module
@@ -610,9 +614,9 @@ class RelativeEncoderForward(Replacement):
         call.distances = layer.distances_of(encoder, call.packing)
         embedded = given["hidden_states"]
         hidden = call.unpack(embedded) if call.padded else embedded
-        states = [hidden]
+        states, more = [hidden], (given.get("attention_mask"), None)[: 2 if self.family.relative == "bias" else 1]
         for turn, each in enumerate(encoder.layer):
-            hidden = each(hidden, fastbert=call)
+            hidden = each(hidden, *more, fastbert=call)[0]
             if turn == 0 and getattr(encoder, "conv", None) is not None:
                 hidden = self._convolve(call, embedded, hidden)
             states.append(hidden)
@@ -652,11 +656,18 @@ class LayerForward(Replacement):
         if turn == 0:
             fastbert.look_ahead(hidden_states)
         if fastbert.ahead is not None:
-            return fastbert.ahead
+            return self._output(fastbert.ahead, fastbert, turn)
         hidden = fastbert.pack(hidden_states) if fastbert.padded else hidden_states
         run = functools.partial(self._run, call=fastbert, turn=turn)
         hidden = self.module._gradient_checkpointing_func(run, hidden) if self._checkpoints() else run(hidden)
-        return fastbert.unpack(hidden) if fastbert.padded else hidden
+        return self._output(fastbert.unpack(hidden) if fastbert.padded else hidden, fastbert, turn)
+
+    def _output(self, hidden: Tensor, call: Call, turn: int) -> Any:
+        """What transformers' layer returns: DeBERTa's and MPNet's a tuple."""
+        if self.family.relative is None:
+            return hidden
+        weights = call.weights.get(turn)
+        return (hidden,) if weights is None and self.family.relative == "bias" else (hidden, weights)
 
     def _checkpoints(self) -> bool:
         """Whether to checkpoint here: transformers 5.0 does it around the module's call, later versions in forward."""
@@ -676,6 +687,8 @@ class LayerForward(Replacement):
     def check(self) -> LayerParts:
         """The parts, each of which fastbert can compute or may call. Raises Fallback."""
         supported.check_own(self.module, but_of=("",))  # its hooks see padded tensors
+        if self.family.relative == "bias" and (self.module._backward_hooks or self.module._backward_pre_hooks):
+            raise Fallback(f"a backward hook on a {type(self.module).__name__} sees the gradient of position_bias")
         (parts,) = self.kept.read([self.module], self._read)
         return parts
 

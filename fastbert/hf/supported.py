@@ -13,6 +13,7 @@ from fastbert.distances import MPNET_BUCKETS
 from fastbert.layer import ACTIVATIONS, GELU_FORMS
 from fastbert.parts import (
     AttentionParts,
+    has_own_forward,
     hooks,
     is_plain,
     is_prepared,
@@ -30,6 +31,16 @@ CAPTURING = ("transformers.utils.output_capturing",)
 ON_EMBEDDINGS = ("transformers.utils.", "transformers.modeling_utils")
 
 
+# Methods that transformers' forwards call, if their class has them, and whose results fastbert computes itself.
+HELPERS = (
+    "feed_forward_chunk",
+    "ff_chunk",
+    "transpose_for_scores",
+    "create_position_ids_from_input_ids",
+    "create_position_ids_from_inputs_embeds",
+)
+
+
 class Fallback(Exception):
     """The reason why a forward runs the original computation."""
 
@@ -40,7 +51,7 @@ def _instead_of(module: nn.Module, kind: type[nn.Module]) -> str:
     if type(module).forward is not kind.forward:
         cls = type(module)
         return f"a {cls.__module__}.{cls.__qualname__} is in place of a {name}"
-    if "forward" in vars(module):
+    if has_own_forward(module):
         return f"a {name} has a forward of its own"
     if hooks(module):
         return f"a {name} has hooks (of pruning, for one)"
@@ -81,7 +92,7 @@ def check_norm(module: nn.Module) -> None:
 
 def check_activation(module: nn.Module) -> None:
     known = type(module) is nn.GELU or type(module).__name__ in GELU_FORMS
-    if not known or hooks(module) or "forward" in vars(module):
+    if not known or hooks(module) or has_own_forward(module):
         raise Fallback(f"the activation is {type(module).__name__}, not GELU, or has hooks")
 
 
@@ -107,20 +118,20 @@ def check_embedding(module: nn.Module) -> None:
     """Checks an embedding table, or an adapter around one."""
     base = getattr(module, "base_layer", module)
     plain = isinstance(base, nn.Embedding) and base.max_norm is None and not base.scale_grad_by_freq
-    if not plain or hooks(module, ON_EMBEDDINGS) or "forward" in vars(module):
+    if not plain or hooks(module, ON_EMBEDDINGS) or has_own_forward(module):
         raise Fallback(_instead_of(module, nn.Embedding))
 
 
 def check_positions(encoder: nn.Module) -> None:
     """Checks the tables of relative positions, and how a DeBERTa maps distances to their rows."""
     if hasattr(encoder, "relative_attention_bias"):
-        check_methods(encoder, "compute_position_bias")
+        check_methods(encoder, "compute_position_bias", "relative_position_bucket")
         check_embedding(encoder.relative_attention_bias)
         rows = encoder.relative_attention_bias.weight.shape[0]
         if rows < MPNET_BUCKETS:
             raise Fallback(f"relative_attention_bias has {rows} rows, fewer than transformers reads")
         return
-    check_methods(encoder, "get_rel_embedding", "get_rel_pos")
+    check_methods(encoder, "get_rel_embedding", "get_rel_pos", "get_attention_mask")
     if not encoder.relative_attention:
         return
     check_embedding(encoder.rel_embeddings)
@@ -156,10 +167,12 @@ def check_convolution(module: nn.Module) -> None:
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
-    """Checks that the module's class has transformers' own forward, and that it has no hooks but those of the libraries
-    `but_of`."""
-    if not _is_theirs(type(module).forward):
-        raise Fallback(f"a {type(module).__name__} computes something of its own")
+    """Checks that the module's class has transformers' own forward and HELPERS, and that it has no hooks but those of
+    the libraries `but_of`."""
+    cls = type(module)
+    if not _is_theirs(cls.forward):
+        raise Fallback(f"a {cls.__name__} computes something of its own")
+    check_methods(module, *[name for name in HELPERS if hasattr(cls, name)])
     if hooks(module, but_of):
         raise Fallback(f"a hook sits on a {type(module).__name__}, which would see packed tensors")
 
@@ -170,6 +183,15 @@ def check_methods(module: nn.Module, *names: str) -> None:
         method = getattr(module, name, None)
         if method is not None and not _is_theirs(getattr(method, "__func__", method)):
             raise Fallback(f"a {type(module).__name__} has a {name} of its own")
+
+
+def check_attention_function(name: str) -> None:
+    """Checks that the attention implementation of that name is transformers' own, or ours."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    if function is not None and not function.__module__.startswith(("transformers.", "fastbert.")):
+        raise Fallback(f"the attention implementation {name!r} is {function.__module__}.{function.__qualname__}")
 
 
 def _is_theirs(function: Any) -> bool:

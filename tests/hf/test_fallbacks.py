@@ -140,21 +140,71 @@ def test_reasons_say_what_was_met(reason):
 
 
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "place", "name"),
     [
-        ("mpnet", "compute_position_bias"),
-        ("deberta-v2", "get_rel_embedding"),
-        ("deberta-v2", "disentangled_attention_bias"),
+        ("mpnet", "encoder", "compute_position_bias"),
+        ("deberta-v2", "encoder", "get_rel_embedding"),
+        ("deberta-v2", "encoder.layer.0.attention.self", "disentangled_attention_bias"),
+        ("bert", "encoder.layer.1", "feed_forward_chunk"),
+        ("distilbert", "transformer.layer.1.ffn", "ff_chunk"),
+        ("roberta", "embeddings", "create_position_ids_from_input_ids"),
+        ("bert", "", "_create_attention_masks"),
     ],
 )
-def test_methods_of_positions_that_somebody_wrapped_are_called(family, name):
-    original, model, report, inputs = pair(family)
+def test_methods_that_somebody_wrapped_are_called(family, place, name):
+    original, model, report, inputs = pair(family, attention="eager")
+    if not hasattr(original.get_submodule(place), name):
+        pytest.skip("this release of transformers has no such method")
     for each in (original, model):
-        encoder = each.encoder
-        double(encoder if hasattr(encoder, name) else encoder.layer[0].attention.self, name)
+        double(each.get_submodule(place), name)
     with pytest.warns(RuntimeWarning, match=f"has a {name} of its own"):
         assert torch.equal(model(**inputs)[0], original(**inputs)[0])
     assert_fell_back(report, name)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_methods_of_a_subclass_are_called(later):
+    class Layer(transformers.models.bert.modeling_bert.BertLayer):
+        def feed_forward_chunk(self, attention_output):
+            return 2 * super().feed_forward_chunk(attention_output)
+
+    original = build()
+    model = copy.deepcopy(original)
+    report = fastbert.accelerate(model) if later else None
+    for each in (original, model):
+        each.encoder.layer[1].__class__ = Layer
+    report, inputs = report or fastbert.accelerate(model), batch(model)
+    with pytest.warns(RuntimeWarning, match="a Layer has a feed_forward_chunk of its own"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "of its own")
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra"])
+def test_a_cache_under_its_earlier_name_is_not_ignored(family):
+    """transformers renames the keyword in a decorator; peft's prefix tuning passes it, with a mask that covers it."""
+    original, model, report, inputs = pair(family)
+    states = torch.randn(2, 3, 4, 5, 12, dtype=torch.float64, device=DEVICE)  # of keys and values for 5 tokens
+    inputs["attention_mask"] = nn.functional.pad(inputs["attention_mask"], (5, 0), value=1)
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for each in (model, original):
+            cache = transformers.DynamicCache([tuple(states)] * 3)
+            found.append(each(**inputs, past_key_values=cache)[0])
+    assert torch.equal(*found) and not torch.allclose(found[0], original(inputs["input_ids"])[0])
+    assert_fell_back(report, "past_key_values is given")
+
+
+def test_another_function_under_a_known_name_is_called(monkeypatch):
+    original, model, report, inputs = pair()
+    known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    double_values = lambda module, query, key, value, *more, **options: known(  # noqa: E731
+        module, query, key, 2 * value, *more, **options
+    )
+    monkeypatch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "sdpa", double_values)
+    with pytest.warns(RuntimeWarning, match=r"the attention implementation 'sdpa' is .*<lambda>"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "'sdpa' is")
 
 
 def test_cross_attention_runs_the_original():

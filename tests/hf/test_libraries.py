@@ -34,6 +34,19 @@ def test_compiled_model_is_right():
     assert 1 <= counter.frame_count <= 4 and report.fallbacks == {}
 
 
+@pytest.mark.parametrize("place", ["attention.self.query", "attention.output", "output.dropout"])
+def test_a_compiled_model_notices_a_forward_that_was_set_later(place):
+    original, model, _, inputs = pair("bert")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    before = compiled(**inputs).last_hidden_state
+    for each in (original, model):
+        each.encoder.layer[1].get_submodule(place).forward = lambda x, *_: torch.zeros_like(x)
+    found, expected = (visible(each(**inputs), inputs)["last_hidden_state 0"] for each in (compiled, original))
+    assert not torch.allclose(found, before[inputs["attention_mask"].bool()])
+    assert torch.equal(found, expected)
+
+
 def test_trainer(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' Trainer needs Hugging Face's accelerate")
     _, model, report, inputs = pair("bert", "sequence", dtype=torch.float32)

@@ -245,6 +245,45 @@ def test_half_precision_and_autocast():
     assert_packed(report, 3)
 
 
+@pytest.mark.filterwarnings("ignore:fastbert. forwards run transformers' own .* a backward hook:RuntimeWarning")
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+@pytest.mark.parametrize("family", ["bert", "deberta-v2", "mpnet"])
+def test_hooks_on_layers_get_and_give_what_they_do_in_the_original(family, kind, weights):
+    original, model, report, inputs = pair(family, attention="eager")
+    seen, found = {}, {}
+    inputs["output_attentions"] = weights
+
+    def double(module, *given):
+        changed = given[-1] if kind == "forward" else given[0]
+        seen.setdefault(name, []).append([_form(x) for x in given])
+        twice = tuple(2 * x if _is_float(x) else x for x in (changed if isinstance(changed, tuple) else (changed,))[:1])
+        return (*twice, *changed[1:]) if isinstance(changed, tuple) else twice[0]
+
+    for name, each in (("original", original), ("accelerated", model)):
+        for layer in each.encoder.layer:
+            getattr(layer, f"register_{kind}_hook")(double)
+        output = each(**inputs)
+        shown = output.last_hidden_state[inputs["attention_mask"].bool()]
+        (shown * torch.linspace(-1, 1, 48, dtype=torch.float64)).sum().backward()
+        found[name] = {"output": shown, "grad": each.get_input_embeddings().weight.grad}
+    assert seen["original"] == seen["accelerated"]
+    equal(found["accelerated"], found["original"])
+    fell_back = family == "mpnet" and kind == "full_backward"  # position_bias has a gradient there
+    assert report.packed == (not fell_back)
+
+
+def _is_float(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _form(x):
+    """How many values there are, and the shapes of those that change from token to token."""
+    if isinstance(x, tuple):
+        return [len(x), _form(x[0])]
+    return tuple(x.shape) if _is_float(x) else None
+
+
 def test_hooks_on_layers_see_padded_tensors():
     original, model, report, inputs = pair()
     seen = []
