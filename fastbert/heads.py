@@ -572,7 +572,7 @@ class BertForSequenceClassification(_Classifier):
     set in the model's own copy of the configuration, so that a saved model says how to read its logits:
     "regression" (one label; mean squared error; labels (B,), or (B, num_labels) for several),
     "single_label_classification" (integers; cross-entropy; labels (B,), a class or -100),
-    "multi_label_classification" (floats; binary cross-entropy; labels (B, num_labels)).
+    "multi_label_classification" (floats from 0 to 1; binary cross-entropy; labels (B, num_labels)).
     """
 
     kind = "ForSequenceClassification"
@@ -598,8 +598,10 @@ class BertForSequenceClassification(_Classifier):
         labels = labels.reshape(-1, 1) if classes == 1 else labels
         checks.shape(body.op, "labels", labels, tuple(logits.shape), "(B, num_labels)", f"for {problem}")
         checks.same_device(body.op, {"labels": labels, "the model": logits})
-        scores, filled = wide(logits), body.packing.filled
-        loss = F.mse_loss if problem == "regression" else F.binary_cross_entropy_with_logits
+        scores, filled, loss = wide(logits), body.packing.filled, F.mse_loss
+        if problem != "regression":
+            loss = F.binary_cross_entropy_with_logits
+            checks.between(body.op, "labels", labels, 0, 1, f"as targets for {problem}")
         if filled is None:
             return loss(scores, labels.to(scores.dtype), reduction="sum") / max(labels.numel(), 1)
         losses = loss(scores, labels.to(scores.dtype), reduction="none")

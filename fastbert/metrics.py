@@ -221,8 +221,11 @@ def evaluate_entity_metrics(
         for batch in loader:
             batch = to_device(batch, device)
             logits = model(**batch).logits
-            pair = _predicted("evaluate_entity_metrics", logits, batch, len(id2label))
             packed = "cu_seqlens" in batch
+            if logits.dim() != (2 if packed else 3) or (packed and len(logits) != int(batch["cu_seqlens"][-1])):
+                shape = tuple(logits.shape)
+                raise ValueError(f"evaluate_entity_metrics: logits have shape {shape}; expected some for each token")
+            pair = _predicted("evaluate_entity_metrics", logits, batch, len(id2label))
             lengths = batch["cu_seqlens"].diff().tolist() if packed else [logits.shape[1]] * len(logits)
             sentences = zip(*(x.split(lengths) for x in torch.stack(pair).cpu()), strict=True)
             for found, truth in sentences:

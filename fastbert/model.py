@@ -21,6 +21,7 @@ from fastbert.config import BertConfig
 from fastbert.distances import MPNET_BUCKETS, disentangled_scaling
 from fastbert.families import OURS, groups_of
 from fastbert.layer import Distances
+from fastbert.ops import checks
 from fastbert.padding import Packing
 from fastbert.parts import (
     AttentionParts,
@@ -759,7 +760,16 @@ class BertModel(Saveable):
         columns = packing.positions()
         if counts:
             return _count(input_ids, before, columns)
+        self._check_packed(packing)
         return columns + (before + 1) if self.config.family.padding_positions else columns
+
+    def _check_packed(self, packing: Packing) -> None:
+        """Checks the lengths of packed sequences, if they may be read: max_seqlen may be more than the longest has."""
+        unlimited = packing.seqlen is not None or not self.config.extra.get("position_biased_input", True)
+        if unlimited or packing.max_seqlen <= self.config.max_sequence_length:
+            return
+        if checks.values_visible(packing.cu_seqlens):
+            self._check_length(int(packing.cu_seqlens.diff().max()))
 
     def _check_length(self, tokens: int) -> None:
         limit = self.config.max_sequence_length

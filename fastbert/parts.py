@@ -162,9 +162,8 @@ def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a forward was set on the module itself, in place of its class's."""
-    if torch.compiler.is_compiling():  # compiled code notices later changes of this, and not of entries of __dict__
-        return getattr(module.forward, "__func__", None) is not type(module).forward
-    return "forward" in module.__dict__
+    own = module.__dict__
+    return "forward" in (list(own) if torch.compiler.is_compiling() else own)  # a list of names is guarded, `in` is not
 
 
 def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:

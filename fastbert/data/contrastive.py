@@ -140,6 +140,8 @@ class ContrastiveCollator:
     the texts' tokens, so that equal texts have equal keys; and labels, (B,) or (B, k) float32, the scores.
     """
 
+    min_examples = 2  # for loaders: losses that compare the tuples of a batch refuse a single one
+
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
         """Makes the batch. Raises ValueError for tuples of unequal size, and for examples of another data set."""
         lengths = column_of("column_lengths", examples)

@@ -24,7 +24,10 @@ def check_truncation(owner: str, truncation: bool | str, *known: bool | str) -> 
 
 
 def check_counts(owner: str, **columns: Sequence[Any] | None) -> None:
-    """Raises ValueError unless all columns that are given have the same number of entries."""
+    """Raises ValueError unless all columns that are given have as many entries, TypeError for an iterator."""
+    for name, column in columns.items():
+        if column is not None and not hasattr(column, "__len__"):
+            raise TypeError(f"{owner}: {name} is a {type(column).__name__}; expected a list of them")
     counts = {name: len(column) for name, column in columns.items() if column is not None}
     if len(set(counts.values())) > 1:
         given = " and ".join(f"{count} {name}" for name, count in counts.items())

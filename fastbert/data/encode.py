@@ -5,6 +5,7 @@ import json
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,8 @@ def joined(owner: str, rows: Mapping[str, list[np.ndarray]]) -> tuple[dict[str, 
 
 def _check_max_length(owner: str, max_length: int, special: int, pairs: bool) -> None:
     least = special + 1 + pairs  # one token of each text
+    if not isinstance(max_length, Integral):
+        raise TypeError(f"{owner}: max_length is {max_length!r}; expected a whole number")
     if max_length < least:
         raise ValueError(
             f"{owner}: max_length is {max_length}; expected at least {least}, with the {special} special tokens"

@@ -124,7 +124,8 @@ def create_dataloader(
     drop_last: leaves out the last batch if it has fewer than batch_size examples. shuffle: each epoch (`set_epoch`) has
     another order, determined by seed. rank, world_size: this process's number and the number of processes that share
     the data; None takes them from torch.distributed, or means a single process (pass 0 and 1 if something else, such as
-    `accelerate`, distributes the batches). All ranks get equally many batches; some batches may be halved for that.
+    `accelerate`, distributes the batches). All ranks get equally many batches; some batches may be halved for that, or
+    left out with drop_last. A ContrastiveCollator's last batch takes a tuple of the one before rather than have one.
     options: for DataLoader (num_workers, pin_memory, ...).
     Raises ValueError unless exactly one of batch_size and max_tokens is given, for drop_last with max_tokens, and as
     the samplers do.
@@ -140,6 +141,7 @@ def create_dataloader(
     elif rank is None or world_size is None:
         raise ValueError(f"create_dataloader: rank is {rank}, world_size is {world_size}; expected both or neither")
     settings = {"shuffle": shuffle, "seed": seed, "rank": rank, "world_size": world_size}
+    settings["min_examples"] = getattr(collator, "min_examples", 1)
     if batch_size is not None:
         sampler = BatchSizeSampler(len(dataset), batch_size, drop_last=drop_last, **settings)
     else:

@@ -64,7 +64,8 @@ def _require_distinct(place: str | Path, names: list[str]) -> None:
 def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields ("row 1", its values by the names of the first line), ... Quoted fields may hold line ends.
 
-    In x.tsv, tabs separate the fields."""
+    In x.tsv, tabs separate the fields. There, a quoted field with line ends and tabs is refused: such files are often
+    written without quoting, and a text that begins with a quotation mark would swallow the rows up to the next one."""
     separator = "\t" if str(path).lower().removesuffix(".gz").endswith(".tsv") else ","
     number = 0
     csv.field_size_limit(2**31 - 1)  # some texts are longer than the default, 128 KiB
@@ -76,6 +77,11 @@ def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if None in row or None in row.values():
                 count = "more" if None in row else "fewer"
                 raise ValueError(f"row {number} of {path} has {count} fields than the first line; expected as many")
+            if separator == "\t" and any("\t" in value and "\n" in value for value in row.values()):
+                raise ValueError(
+                    f"row {number} of {path} has a quoted field that spans rows; expected quotation marks that belong "
+                    'to a text to be doubled, in a field in quotes: "She said ""yes"""'
+                )
             yield f"row {number}", row
     except csv.Error as error:
         raise ValueError(f"row {number + 1} of {path} is no CSV: {error}") from None

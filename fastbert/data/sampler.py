@@ -2,13 +2,14 @@
 
 Batches depend only on seed and epoch, so all processes and any number of workers see the same ones. Ranks take batches
 in turn. Every example is in one batch of one rank, except those that drop_last leaves out. All ranks have equally many
-batches.
+batches: some are halved for that, or with drop_last the last ones left out.
 """
 
 import bisect
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,13 +23,22 @@ def mixed(seed: int, number: int) -> int:
 
 
 class _BatchSampler(Sampler[list[int]]):
-    """Handles the order, the ranks and the first batch. A subclass's `_fill` returns where batches end in an order."""
+    """Handles the order, the ranks and the first batch. A subclass's `_fill` returns where batches end in an order, and
+    `_fits` says whether examples of the present order may form a batch."""
 
-    def __init__(self, count: int, shuffle: bool, seed: int, rank: int, world_size: int) -> None:
+    drop_last = False
+
+    def __init__(
+        self, count: int, shuffle: bool, seed: int, rank: int, world_size: int, min_examples: int, **limit: int
+    ) -> None:
+        """limit: the subclass's, by name."""
+        for name, value in {**limit, "min_examples": min_examples}.items():
+            if not isinstance(value, Integral) or value < 1:
+                raise ValueError(f"{type(self).__name__}: {name} is {value!r}; expected a whole number, at least 1")
         if not 0 <= rank < world_size:
             raise ValueError(f"{type(self).__name__}: rank is {rank}; expected 0 to {world_size - 1} (world_size - 1)")
         self.count, self.shuffle, self.seed = count, shuffle, seed
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.min_examples = rank, world_size, min_examples
         self.start = 0  # the first batch of the next iterator
         self.followers: list[Any] = []  # a collator whose masks depend on the epoch
         self.set_epoch(0)
@@ -45,13 +55,26 @@ class _BatchSampler(Sampler[list[int]]):
             follower.set_epoch(epoch)
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         self._order = torch.randperm(self.count, generator=generator) if self.shuffle else torch.arange(self.count)
-        self._ends = self._even(self._fill(self._order))
+        self._ends = self._even(self._top_up(self._fill(self._order)))
+
+    def _top_up(self, ends: list[int]) -> list[int]:
+        """Moves examples from the batch before the last to the last, if that has fewer than min_examples. They stay
+        where they are if one of the two would then break a limit."""
+        if len(ends) < 2:
+            return ends
+        start, middle, end = [0, *ends][-3:]
+        moved = min(middle, end - self.min_examples)
+        possible = moved - start >= self.min_examples and self._fits(moved, end)
+        return [*ends[:-2], moved, end] if possible else ends
 
     def _even(self, ends: list[int]) -> list[int]:
-        """Halves the largest batches until their number is a multiple of world_size."""
+        """Halves the last of the largest batches until their number is a multiple of world_size; with drop_last, leaves
+        out the last ones."""
+        if self.drop_last:
+            return ends[: len(ends) - len(ends) % self.world_size]
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         while len(sizes) % self.world_size:
-            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            largest = max(range(len(sizes)), key=lambda batch: (sizes[batch], batch))
             if sizes[largest] < 2:
                 raise ValueError(
                     f"{type(self).__name__}: {len(sizes)} batches of one example each cannot be shared evenly by "
@@ -76,6 +99,8 @@ class _BatchSampler(Sampler[list[int]]):
     def identity(self) -> dict[str, Any]:
         """All that batches depend on besides the epoch."""
         values = {"examples": self.count, "shuffle": self.shuffle, "seed": self.seed, "world_size": self.world_size}
+        if self.min_examples > 1:
+            values["min_examples"] = self.min_examples
         return {"sampler": type(self).__name__, **values}
 
 
@@ -92,17 +117,21 @@ class BatchSizeSampler(_BatchSampler):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        min_examples: int = 1,
     ) -> None:
-        """count: the number of examples. drop_last: leaves out the last batch of each epoch if it is smaller.
+        """count: the number of examples. drop_last: leaves out the last batch of each epoch if it is smaller, and as
+        many more as the ranks cannot share evenly. min_examples: if the last batch has fewer, it takes some of the one
+        before, where both then have enough.
         Raises ValueError for invalid numbers, and if batches cannot be split evenly among the ranks."""
-        if batch_size < 1:
-            raise ValueError(f"BatchSizeSampler: batch_size is {batch_size}; expected at least 1")
         self.batch_size, self.drop_last = batch_size, drop_last
-        super().__init__(count, shuffle, seed, rank, world_size)
+        super().__init__(count, shuffle, seed, rank, world_size, min_examples, batch_size=batch_size)
 
     def _fill(self, order: Tensor) -> list[int]:
         whole = [*range(self.batch_size, self.count + 1, self.batch_size)]
         return whole if self.drop_last or self.count % self.batch_size == 0 else [*whole, self.count]
+
+    def _fits(self, first: int, last: int) -> bool:
+        return last - first <= self.batch_size
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "batch_size": self.batch_size, "drop_last": self.drop_last}
@@ -123,9 +152,11 @@ class TokenBudgetSampler(_BatchSampler):
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        min_examples: int = 1,
     ) -> None:
-        """lengths: tokens in each example. Raises ValueError for an example longer than max_tokens, and if batches
-        cannot be split evenly among the ranks."""
+        """lengths: tokens in each example. min_examples: as in BatchSizeSampler, within the budget. Raises ValueError
+        for an example longer than max_tokens, for invalid numbers, and if batches cannot be split evenly among the
+        ranks."""
         self.lengths, self.max_tokens = torch.as_tensor(lengths, dtype=torch.int64), max_tokens
         wrong = ((self.lengths > max_tokens) | (self.lengths < 0)).nonzero().flatten()
         if wrong.numel():
@@ -135,7 +166,7 @@ class TokenBudgetSampler(_BatchSampler):
                 f"{max_tokens}"
             )
         self._tokens = int(self.lengths.sum())
-        super().__init__(len(self.lengths), shuffle, seed, rank, world_size)
+        super().__init__(len(self.lengths), shuffle, seed, rank, world_size, min_examples, max_tokens=max_tokens)
 
     def _fill(self, order: Tensor) -> list[int]:
         sums = self.lengths[order].cumsum(0).numpy()  # tokens in the first 1, 2, ... examples
@@ -145,6 +176,9 @@ class TokenBudgetSampler(_BatchSampler):
             ends.append(end)
             before = int(sums[end - 1])
         return ends
+
+    def _fits(self, first: int, last: int) -> bool:
+        return int(self.lengths[self._order[first:last]].sum()) <= self.max_tokens
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "max_tokens": self.max_tokens, "tokens": self._tokens}

@@ -133,6 +133,16 @@ def index_range(op: str, name: str, index: Tensor | None, size: int, also: int |
         raise IndexError(f"{op}: {name}{list(place)} is {int(index[place])}; expected 0 <= {name} < {size}")
 
 
+def between(op: str, name: str, values: Tensor, low: float, high: float, why: str) -> None:
+    """Raises a ValueError that names the first value outside [low, high], if values may be read."""
+    if not values_visible(values):
+        return
+    bad = ~((values >= low) & (values <= high))
+    if bad.any():
+        place = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{op}: {name}{list(place)} is {values[place].item():g}; expected {low:g} to {high:g}, {why}")
+
+
 def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:
     """Checks cu_seqlens, (B + 1,) int32: from 0 to `tokens`, never decreasing, no sequence longer than max_seqlen.
 

@@ -105,7 +105,9 @@ class ContrastiveModel(nn.Module):
 
     @staticmethod
     def label_counts(batch: Batch) -> Tensor:
-        """(1,) float64: the number of tuples in the batch."""
+        """(1,) float64: the number of tuples in the batch. Raises ValueError for a batch of another collator."""
+        if not {"cu_seqlens", "columns"} <= batch.keys():
+            raise ValueError(f"the batch has {', '.join(sorted(batch))}; expected one of ContrastiveCollator")
         return torch.tensor([(len(batch["cu_seqlens"]) - 1) // batch["columns"]], dtype=torch.float64)
 
 

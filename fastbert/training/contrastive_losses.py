@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastbert.ops.checks import values_visible
+from fastbert.ops.checks import between, values_visible
 
 WHOLE = slice(None)
 
@@ -142,9 +142,11 @@ class CosineMSE:
     """(cosine - score)², the mean over pairs."""
 
     def __call__(self, embeddings: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Returns a scalar. scores: (B,), in the range of cosines. Raises ValueError for anything but scored pairs."""
+        """Returns a scalar. scores: (B,), from -1 to 1. Raises ValueError for anything but scored pairs, and for other
+        scores if values may be read."""
         _check("CosineMSE", embeddings, columns=2)
         scores = _scores("CosineMSE", scores, embeddings, embeddings.shape[1:2])
+        between("CosineMSE", "scores", scores, -1, 1, "the range of cosines: divide others, such as those of 0 to 5")
         return F.mse_loss(F.cosine_similarity(*embeddings, dim=-1), scores)
 
 

@@ -30,8 +30,10 @@ def label_counts(model: nn.Module, batch: Batch) -> Tensor:
     """(K,) float64: the number of labels behind each of the K means whose sum is the batch's loss.
 
     A model with another loss defines a method `label_counts(batch)` and returns the means as `losses` in its output.
-    Raises ValueError for a batch without labels.
+    Raises ValueError for a batch without labels, TypeError for anything but a batch.
     """
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"the loader gave a {type(batch).__name__}; expected batches, the model's arguments by name")
     if hasattr(unwrapped(model), "label_counts"):
         return unwrapped(model).label_counts(batch)
     batch = {name: x for name, x in batch.items() if x is not None}
@@ -55,6 +57,9 @@ def _every_number_counts(model: nn.Module) -> bool:
 
 def _labelled(labels: Tensor, batch: Batch, every: bool) -> Tensor:
     """Counts integer labels that are neither -100 nor at padding; all of them if `every`, and all float labels."""
+    if not isinstance(labels, Tensor):
+        given = f"labels are a {type(labels).__name__}"
+        raise TypeError(f"{given}; expected a tensor: a data set gives examples, a loader makes batches of them")
     if every or labels.is_floating_point():
         return torch.tensor(labels.numel())
     labelled, mask = labels != IGNORED, batch.get("attention_mask")

@@ -18,9 +18,12 @@ def parameter_groups(
     """Trainable parameters as groups for an optimizer: no weight decay for biases and LayerNorms, layer-wise rates.
 
     Heads and pooler get the rate lr, the last layer lr * layer_decay, the one before it lr * layer_decay², and so on to
-    the embeddings (0.8 in ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay other than 1 unless
-    the model has exactly one stack of layers.
+    the embeddings (0.8 in ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay above 1 or not above
+    0, for one other than 1 unless the model has exactly one stack of layers, and for a negative rate or decay.
     """
+    if lr < 0 or weight_decay < 0 or not 0 < layer_decay <= 1:
+        given = f"lr is {lr}, weight_decay is {weight_decay}, layer_decay is {layer_decay}"
+        raise ValueError(f"parameter_groups: {given}; expected two numbers from 0 on, and one above 0, at most 1")
     layers = [match for name, _ in model.named_parameters() if (match := _LAYER.match(name))]
     if layer_decay != 1 and len({match[1] for match in layers}) != 1:
         stacks = len({match[1] for match in layers})

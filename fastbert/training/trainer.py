@@ -39,6 +39,7 @@ from fastbert.warn import warn
 
 Callback = Callable[["AMPTrainer", str, dict[str, float]], Any]
 _COUNTERS = ("step", "skipped_steps", "epoch", "position")
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # settings of optimizers that change no result
 _STATE = "states/"  # the beginning of names of `states` in checkpoints
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest number: below it, scaled losses of one are 0
 
@@ -104,6 +105,7 @@ class AMPTrainer:
         if {*map(id, self._parameters())}.isdisjoint(map(id, model.parameters())):
             raise ValueError("AMPTrainer: the optimizer has no parameter of the model; expected one made from them")
         self.device, self.dtype = next(model.parameters()).device, dtypes[mixed_precision]
+        self.mixed_precision = mixed_precision
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=mixed_precision == "fp16")
         self.accumulation, self.max_grad_norm = gradient_accumulation_steps, max_grad_norm
         self.output_dir, self.save_total_limit = Path(output_dir), save_total_limit
@@ -249,6 +251,8 @@ class AMPTrainer:
                 with self._autocast():
                     terms = loss_terms(self.model(**batch), batch)
                 part = (terms.where(count > 0, 0) * (count / total)).sum()  # transformers returns NaN without labels
+                if not part.requires_grad:
+                    raise ValueError("train: the loss depends on frozen parameters alone; expected some to train")
                 # DDP and FSDP2 average gradients over processes; the factor makes the average a sum.
                 self.scaler.scale(part * self.processes).backward()
             loss += part.detach()
@@ -463,7 +467,7 @@ class AMPTrainer:
             dist.all_gather_object(everyone, own)
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
         path = _checkpoint(self.output_dir, place["step"])
-        facts = {"optimizer_class": type(self.optimizer).__name__, "best_directory": self._elsewhere()}
+        facts = {"optimizer_class": type(self.optimizer).__name__, "best_directory": self._elsewhere(), **self._facts()}
         if self.rank == 0:
             with replacing(path) as file:
                 torch.save({**state, **place, **facts, "processes": everyone}, file)
@@ -474,6 +478,10 @@ class AMPTrainer:
         if self.processes > 1:
             dist.barrier()
         return path
+
+    def _facts(self) -> dict[str, Any]:
+        """What steps depend on besides the parts. (The number of processes is in the checkpoint too.)"""
+        return {"mixed_precision": self.mixed_precision, "gradient_accumulation_steps": self.accumulation}
 
     def _elsewhere(self) -> str | None:
         """The directory of the best evaluation's checkpoint, if it is not output_dir."""
@@ -491,12 +499,13 @@ class AMPTrainer:
         """Continues from a checkpoint, bit for bit if there are as many processes as wrote it.
 
         new_epoch: starts a new epoch, for other data than the checkpoint's. With another number of processes the epoch
-        starts over with new random numbers, and a UserWarning says so. Learning rates and their schedule are the
-        checkpoint's; a LambdaLR with another function goes on with that one. A UserWarning says so where the trainer
-        was given other rates.
+        starts over with new random numbers, and a UserWarning says so. Learning rates, their schedule and the other
+        settings of the optimizer are the checkpoint's; a LambdaLR with another function goes on with that one. A
+        UserWarning says so where the trainer was given others, and where its precision or accumulation is not that of
+        the checkpoint's run.
         Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file, for another class of
-        optimizer, if only one of checkpoint and trainer has a scheduler, a scaler or one of `states`, or if `best` had
-        another metric; RuntimeError and ValueError for another model or other parameter groups.
+        optimizer or other parameter groups, if only one of checkpoint and trainer has a scheduler, a scaler or one of
+        `states`, or if `best` had another metric; RuntimeError for another model.
         """
         state = read_checkpoint(Path(path))
         self._require_the_same_parts(path, state)
@@ -504,12 +513,16 @@ class AMPTrainer:
         state["model"] = {name: sharded(x, expected.get(name)) for name, x in state["model"].items()}
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
-        given = _rates(self.optimizer.param_groups)
+        given = _settings(self.optimizer)
         for name, part in self._parts().items():
             if name in state:  # `best` may be missing, if the earlier trainer had none
                 part.load_state_dict(state[name])
-        if given != (rates := _rates(self.optimizer.param_groups)):
-            warn(f"{path}: learning rates are the checkpoint's, {rates}, instead of {given}")
+        for name, values in _settings(self.optimizer).items():
+            if values != given.get(name, values):
+                warn(f"{path}: {name} are the checkpoint's, {values}, instead of {given[name]}")
+        for name, value in self._facts().items():
+            if value != (before := state.get(name, value)):
+                warn(f"{path} was saved with {name} {before!r}, and this trainer has {value!r}: it trains otherwise")
         if isinstance(self.scheduler, LambdaLR):
             _follow_functions(self.scheduler)
         there = Path(state.get("best_directory") or Path(path).parent)
@@ -544,6 +557,13 @@ class AMPTrainer:
             if saved != here[name]:
                 was, has = ("with", "without") if saved else ("without", "with")
                 raise ValueError(f"{path} was saved {was} {name}, and this trainer is {has}; expected the same")
+        groups = state["optimizer"]["param_groups"], self.optimizer.param_groups
+        sizes, here = ([len(group["params"]) for group in one] for one in groups)
+        if sizes != here:
+            raise ValueError(
+                f"{path} was saved with groups of {sizes} parameters in its optimizer, and this trainer has groups of "
+                f"{here}; expected the same, with the same parameters frozen"
+            )
 
     def _parts(self) -> dict[str, Any]:
         optional = {"best": self.best, "scheduler": self.scheduler}
@@ -603,9 +623,14 @@ def _draw_as_new_workers_do(loader: Iterable[Batch]) -> None:
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
-def _rates(groups: Iterable[Mapping[str, Any]]) -> list[float]:
-    """The learning rates that a schedule begins with, or the present ones without a schedule."""
-    return [float(group.get("initial_lr", group["lr"])) for group in groups]
+def _settings(optimizer: Optimizer) -> dict[str, list[Any]]:
+    """The settings of each group by name: the learning rates that a schedule begins with, or the present ones without a
+    schedule; and the others that decide a step, unless a schedule changes them."""
+    groups = optimizer.param_groups
+    found = {"learning rates": [float(group.get("initial_lr", group["lr"])) for group in groups]}
+    cycled = {"betas", "momentum"} if any("base_momentum" in group for group in groups) else set()
+    names = optimizer.defaults.keys() - {"lr", *_IMPLEMENTATION} - cycled
+    return found | {name: [group.get(name) for group in groups] for name in sorted(names)}
 
 
 def _follow_functions(scheduler: LambdaLR) -> None:

@@ -418,14 +418,39 @@ def test_batches_of_a_number_of_examples():
     assert list(BatchSizeSampler(6, 3, shuffle=False)) == [[0, 1, 2], [3, 4, 5]] and list(BatchSizeSampler(0, 3)) == []
     one, other = BatchSizeSampler(50, 7), BatchSizeSampler(50, 7, seed=1)
     assert sorted(i for batch in one for i in batch) == list(range(50)) and list(one) == list(one) != list(other)
-    two = BatchSizeSampler(9, 4, shuffle=False, rank=1, world_size=2)  # of [0, 4), [4, 8), [8, 9), the first is halved
-    assert list(two) == [[2, 3], [8]]
+    two = BatchSizeSampler(9, 4, shuffle=False, rank=1, world_size=2)  # of [0, 4), [4, 8), [8, 9), the second is halved
+    assert list(two) == [[4, 5], [8]]
+    shares = [BatchSizeSampler(14, 4, drop_last=True, shuffle=False, rank=r, world_size=2) for r in (0, 1)]
+    assert [list(share) for share in shares] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]  # none is halved, one is left out
+
+
+def test_a_last_batch_takes_examples_of_the_one_before():
+    def sizes(sampler):
+        return [len(batch) for batch in sampler]
+
+    assert sizes(BatchSizeSampler(9, 4, min_examples=2)) == [4, 3, 2]
+    assert sizes(BatchSizeSampler(9, 4, min_examples=4)) == [4, 4, 1]  # the one before would have too few
+    assert sizes(BatchSizeSampler(3, 2, min_examples=2)) == [2, 1] and sizes(
+        BatchSizeSampler(1, 4, min_examples=2)
+    ) == [1]
+    budget = functools.partial(TokenBudgetSampler, shuffle=False, min_examples=2)
+    assert list(budget([2, 2, 2, 2, 2], 8)) == [[0, 1, 2], [3, 4]]
+    assert list(budget([2, 2, 4, 5], 8)) == [[0, 1, 2], [3]]  # 4 and 5 are more than 8
+    lengths = torch.randint(5, 60, (197,))
+    for epoch in range(40):
+        sampler = TokenBudgetSampler(lengths, 180, min_examples=2)  # three of the longest fit
+        sampler.set_epoch(epoch)
+        batches = list(sampler)
+        assert min(map(len, batches)) >= 2 and sorted(sum(batches, [])) == list(range(197))
+        assert max(int(lengths[batch].sum()) for batch in batches) <= 180
+    with pytest.raises(ValueError, match="min_examples is 0; expected a whole number, at least 1"):
+        BatchSizeSampler(9, 4, min_examples=0)
 
 
 @pytest.mark.parametrize(
     ("arguments", "more", "words"),
     [
-        ((5, 0), {}, "batch_size is 0; expected at least 1"),
+        ((5, 0), {}, "batch_size is 0; expected a whole number, at least 1"),
         ((5, 2), {"rank": 2, "world_size": 2}, r"rank is 2; expected 0 to 1 \(world_size - 1\)"),
         ((5, 2), {"rank": 0, "world_size": 0}, "rank is 0; expected 0 to -1"),
         ((5, 1), {"rank": 0, "world_size": 2}, "5 batches of one example each cannot be shared evenly by 2 ranks"),

@@ -117,6 +117,7 @@ def test_empty_lines_of_a_corpus_are_skipped_and_counted():
         (["a", None], {}, TypeError, r"texts\[1\] is a NoneType; expected a string"),
         (["a", "b\ud83d"], {}, ValueError, r"texts\[1\] is not text at character 1: surrogates not allowed"),
         (["a"], {"max_length": 2}, ValueError, "max_length is 2; expected at least 3, with the 2 special tokens"),
+        (["a"], {"max_length": 64.0}, TypeError, "max_length is 64.0; expected a whole number"),
         (["a"], {"truncation": "longest"}, ValueError, "truncation is 'longest'; expected 'split' or True or False"),
     ],
 )

@@ -1,6 +1,7 @@
 """The heads compared with transformers: logits, losses, gradients and checkpoints; padded and packed."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -290,6 +291,16 @@ def test_problem_types(problem, classes, labels):
     their_labels = labels.double() if labels.is_floating_point() else labels.long()
     expected, out = theirs(**inputs, labels=their_labels), our(theirs)(**inputs, labels=labels)
     assert (out.loss - expected.loss).abs() <= 1e-12 * expected.loss.abs()
+
+
+@pytest.mark.parametrize("value", [5.0, -0.5, math.nan])
+def test_targets_of_several_labels_are_from_0_to_1(value):
+    """Others have a loss that falls without end."""
+    config = TINY.changed(num_labels=2, problem_type="multi_label_classification")
+    model = fastbert.BertForSequenceClassification(config)
+    labels = torch.tensor([[0.0, 1.0], [value, 0.5]])
+    with pytest.raises(ValueError, match=rf"labels\[1, 0\] is {value:g}; expected 0 to 1, as targets for multi_label"):
+        model(torch.ones(2, 4, dtype=torch.int64), labels=labels)
 
 
 @pytest.mark.parametrize(

@@ -529,6 +529,7 @@ ENDS = torch.tensor([0, 4, 10], dtype=torch.int32)
         ({"input_ids": IDS, "attention_mask": torch.ones(5, 5).tril().expand(2, 1, 5, 5)}, ValueError, "key-padding"),
         ({"input_ids": IDS.to("meta")}, ValueError, "on meta"),
         ({"input_ids": torch.ones(1, 33).long()}, ValueError, "sequences are 33 tokens long; the model has 32"),
+        ({"input_ids": torch.ones(33).long(), "cu_seqlens": ENDS[[0, 2]] // 10 * 33}, ValueError, "sequences are 33"),
         ({"input_ids": IDS, "max_seqlen": 5}, ValueError, "max_seqlen goes with cu_seqlens"),
         ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS, "attention_mask": IDS}, ValueError, "not both"),
         ({"input_ids": IDS.flatten(), "cu_seqlens": ENDS.long()}, TypeError, "cu_seqlens is torch.int64"),

@@ -231,6 +231,10 @@ def test_entities_of_a_model(form):
     assert strict == pytest.approx({"precision": 2 / 3, "recall": 2 / 3, "f1": 2 / 3})
     with pytest.raises(ValueError, match=r"id2label has \[1, 2\]; expected every class, from 0"):
         metrics.evaluate_entity_metrics(Tagger(), loader, "cpu", {1: "O", 2: "B-PER"})
+    of_texts = lambda **_: type("Output", (), {"logits": torch.zeros(2, 4)})  # noqa: E731
+    Tagger.forward = lambda self, **batch: of_texts(**batch)
+    with pytest.raises(ValueError, match=r"logits have shape \(2, 4\); expected some for each token"):
+        metrics.evaluate_entity_metrics(Tagger(), loader, "cpu", names)
 
 
 # ---- answers

@@ -195,11 +195,12 @@ def test_a_classification_loss_is_that_of_its_logits():
 
 @pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
 def test_integers_of_every_class_of_a_text_are_counted(problem):
-    """They have the shape of the mask where texts have as many tokens as there are classes, and a -100 is a number."""
+    """They have the shape of the mask where texts have as many tokens as there are classes; in a regression, a -100 is
+    a number."""
     model = BertForSequenceClassification(EXACT.changed(num_labels=4, problem_type=problem)).double()
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]])
     short = {"input_ids": torch.ones(2, 4, dtype=torch.long), "attention_mask": mask}
-    short["labels"] = torch.tensor([[1, 0, 1, 1], [0, 1, -100, 0]])
+    short["labels"] = torch.tensor([[1, 0, 1, 1], [0, 1, -100 if problem == "regression" else 1, 0]])
     long = {"input_ids": torch.ones(1, 5, dtype=torch.long), "labels": torch.tensor([[1, 1, 0, 0]])}
     losses = [model(**batch).loss.item() for batch in (short, long)]
     assert compute_loader_loss(model, [short, long], "cpu") == pytest.approx((2 * losses[0] + losses[1]) / 3, rel=1e-12)
@@ -279,6 +280,26 @@ def test_a_loader_without_labels_is_refused():
     for loader in ([], [batch]):
         with pytest.raises(ValueError, match="the loader has no label"):
             compute_mlm_loader_loss(model, loader, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (["a text"], "the loader gave a str; expected batches"),
+        ([{"input_ids": [1, 2], "labels": 1}], "labels are a int; expected a tensor: a data set gives examples"),
+    ],
+)
+def test_what_is_no_batch_is_refused(tmp_path, loader, words):
+    with pytest.raises(TypeError, match=words):
+        sgd(BertForMaskedLM(EXACT), tmp_path).train(loader, max_steps=1)
+
+
+def test_training_of_nothing_is_refused(tmp_path):
+    model = BertForMaskedLM(EXACT)
+    trainer = sgd(model, tmp_path)
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="the loss depends on frozen parameters alone"):
+        trainer.train([collate(examples(), "of_tokens")], max_steps=1)
 
 
 def test_training_without_a_label_is_refused(tmp_path):
@@ -365,6 +386,9 @@ def test_a_decay_over_several_stacks_is_refused():
     model = electra_of()
     with pytest.raises(ValueError, match="layer_decay needs one stack of layers; the model has 2"):
         parameter_groups(model, 1.0, layer_decay=0.9)
+    for rates in ({"lr": -1.0}, {"lr": 1.0, "layer_decay": 2.0}, {"lr": 1.0, "weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="expected two numbers from 0 on, and one above 0, at most 1"):
+            parameter_groups(model, **rates)
     assert sum(len(group["params"]) for group in parameter_groups(model, 1.0)) == len(list(model.parameters()))
 
 

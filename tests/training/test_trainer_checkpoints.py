@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import signal
+import warnings
 
 import numpy as np
 import pytest
@@ -16,17 +17,11 @@ from test_trainer_electra import electra_batch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fastbert import (
-    BertForMaskedLM,
-)
+from fastbert import BertForMaskedLM
 from fastbert.data import PackingCollator, TokenBudgetSampler, create_dataloader
-from fastbert.training import (
-    AMPTrainer,
-    compute_loader_loss,
-    linear_schedule,
-)
+from fastbert.training import AMPTrainer, compute_loader_loss, freeze, linear_schedule, parameter_groups
 
-EXACT, CONFIG = process.EXACT, process.CONFIG
+CONFIG = process.CONFIG
 
 
 def by_python_and_numpy():
@@ -284,6 +279,40 @@ def test_a_checkpoint_with_other_parts_is_refused_before_anything_changes(tmp_pa
     with pytest.raises(ValueError, match=f"00000001.pt was saved {was} {part}, and this trainer is {has}; expected"):
         other.resume()
     assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
+
+
+def test_a_checkpoint_with_other_parameter_groups_is_refused_before_anything_changes(tmp_path):
+    def new(layers):
+        model = BertForMaskedLM(CONFIG)
+        freeze(model, layers, embeddings=False)
+        optimizer = torch.optim.AdamW(parameter_groups(model, lr=1e-3))
+        return AMPTrainer(model, optimizer, output_dir=tmp_path, progress=False)
+
+    new(0).train([collate(examples(), "of_tokens")], max_steps=1)
+    other = new(1)
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(ValueError, match="saved with groups of .* parameters in its optimizer, and this trainer has"):
+        other.resume()
+    assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
+
+
+def test_other_settings_than_the_checkpoint_s_are_told_of(tmp_path):
+    def new(accumulation, precision, **settings):
+        model = BertForMaskedLM(CONFIG)
+        optimizer = torch.optim.AdamW(model.parameters(), **settings)
+        options = {"gradient_accumulation_steps": accumulation, "mixed_precision": precision, "progress": False}
+        return AMPTrainer(model, optimizer, output_dir=tmp_path, **options)
+
+    new(1, None).train([collate(examples(), "of_tokens")], max_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert new(1, None, foreach=False).resume()
+    with pytest.warns(UserWarning) as told:
+        new(2, "bf16", weight_decay=0.5, betas=(0.5, 0.9)).resume()
+    said = "\n".join(str(each.message) for each in told)
+    assert "weight_decay are the checkpoint's, [0.01], instead of [0.5]" in said and "betas are" in said
+    assert "mixed_precision None, and this trainer has 'bf16'" in said
+    assert "gradient_accumulation_steps 1, and this trainer has 2" in said
 
 
 @pytest.mark.slow

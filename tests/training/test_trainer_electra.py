@@ -9,18 +9,9 @@ import trainer_process as process
 from test_trainer import CONFIG, EXACT, Loss, assert_stepped, collate, electra_of, examples, rows, sgd
 from torch import nn
 
-from fastbert import (
-    BertForMaskedLM,
-    BertForReplacedTokenDetection,
-    BertModel,
-)
+from fastbert import BertForMaskedLM, BertForReplacedTokenDetection, BertModel
 from fastbert.data import PackingCollator
-from fastbert.training import (
-    ElectraPretraining,
-    electra,
-    label_counts,
-    loss_terms,
-)
+from fastbert.training import ElectraPretraining, electra, label_counts, loss_terms
 from fastbert.training.electra import sample
 
 
