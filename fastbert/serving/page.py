@@ -70,7 +70,7 @@ def routes(service: Service) -> APIRouter:
         predictor = service.model(body.model).any
         check_text("inputs", [body.inputs])
         encode = functools.partial(predictor.tokenizer.encode, body.inputs)
-        encoding = await service.in_thread(request, len(body.inputs), encode)
+        encoding = await service.tokenized(request, len(body.inputs), encode)
         length, most = len(encoding.ids), min(MOST_TOKENS, predictor.max_length)
         if length <= sum(encoding.special_tokens_mask):
             raise invalid("inputs", "has no words; expected text")

@@ -140,7 +140,7 @@ def routes(service: Service) -> APIRouter:
         texts = prompted(model, inputs, body.prompt_name)[0] if EMBED in model.predictors else inputs
         check_text("inputs", texts)
         call = functools.partial(tokenized, model.any.tokenizer, texts, body.add_special_tokens)
-        return await service.in_thread(request, sum(map(len, texts)), call)
+        return await service.tokenized(request, sum(map(len, texts)), call)
 
     @router.post("/decode")
     async def decode(body: DecodeBody, request: Request) -> Response:
@@ -151,7 +151,7 @@ def routes(service: Service) -> APIRouter:
         if wrong := [token for row in ids for token in row if not 0 <= token < vocabulary]:
             raise invalid("ids", f"has {wrong[0]}; expected 0 to {vocabulary - 1}")
         decode = functools.partial(served.tokenizer.decode_batch, ids, skip_special_tokens=body.skip_special_tokens)
-        return json_response(await service.in_thread(request, CHARACTERS_PER_TOKEN * sum(map(len, ids)), decode))
+        return json_response(await service.tokenized(request, CHARACTERS_PER_TOKEN * sum(map(len, ids)), decode))
 
     @router.post("/")
     async def root(body: dict[str, Any], request: Request) -> Response:

@@ -540,9 +540,29 @@ def test_a_stall_a_deadline_and_too_much(slow):
     assert held.calls == [1, 1]  # the one that waited was given up before it was computed
 
 
+@pytest.mark.parametrize("few", [True, False])
+def test_few_characters_are_tokenized_at_once_and_others_in_a_thread(slow, monkeypatch, few):
+    service, held, address = slow
+    held.gate.set()
+    threads, rows = [], ServedModel.rows
+
+    def noting(*arguments, **options):
+        threads.append(threading.current_thread().name)
+        return rows(*arguments, **options)
+
+    monkeypatch.setattr("fastbert.serving.service.FEW", 100 if few else 0)
+    monkeypatch.setattr(ServedModel, "rows", noting)
+    assert httpx.post(f"{address}/embed", json={"inputs": "the cat"}).status_code == 200
+    assert len(threads) == 1 and threads[0].startswith("fastbert-encoding") == (not few)
+    monkeypatch.setattr(ServedModel, "rows", lambda *_, **__: [][0])
+    failed = httpx.post(f"{address}/embed", json={"inputs": "the cat"})
+    assert failed.status_code == 424 and "the model failed: list index out of range" in failed.json()["error"]
+
+
 def test_too_much_that_waits_to_be_tokenized(slow, monkeypatch):
     service, held, address = slow
     held.gate.set()
+    monkeypatch.setattr("fastbert.serving.service.FEW", 0)
     gate, begun, rows = threading.Event(), [], ServedModel.rows
 
     def waiting(model, task, inputs, **options):
