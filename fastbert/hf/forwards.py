@@ -28,6 +28,7 @@ from fastbert.families import FAMILIES, Family
 from fastbert.hf import supported
 from fastbert.hf.supported import Fallback
 from fastbert.labels import IGNORED
+from fastbert.ops.checks import values_visible
 from fastbert.parts import (
     EmbeddingParts,
     Kept,
@@ -447,6 +448,8 @@ class ModelForward(Replacement):
             raise Fallback("attention_mask is 4-D, and DeBERTa reads its numbers as true or false")
         if mask is not None and mask.device != device:
             raise Fallback("attention_mask is on another device")
+        if mask is not None and self.family.relative == "disentangled" and not _of_0_and_1(mask):
+            raise Fallback("attention_mask has other numbers than 0 and 1, by which DeBERTa multiplies its embeddings")
         try:
             packing = padding.plan(mask, *shape, device, in_runs=self.family.relative is not None)
         except padding.Interrupted:
@@ -494,6 +497,11 @@ def _selected(output: Any) -> Any:
         return (chosen, *output[1:])
     output.last_hidden_state = chosen
     return output
+
+
+def _of_0_and_1(mask: Tensor) -> bool:
+    """Whether a mask has no other numbers, as far as they may be read."""
+    return mask.dtype == torch.bool or not values_visible(mask) or bool(((mask == 0) | (mask == 1)).all())
 
 
 class HeadForward(Replacement):

@@ -15,6 +15,10 @@ from fastbert import backends
 NAMESPACE = {"cpu": "fastbert", "cuda": "fastbert", "triton": "fastbert_triton", "varlen": "fastbert_varlen"}
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in dict.fromkeys(NAMESPACE.values())}
 PRIMITIVES: dict[str, "Primitive"] = {}
+_INSTEAD = (
+    "; use torch.autograd.grad, or their twins in plain PyTorch, as fastbert.ops.layer_norm_ref is one of "
+    "fastbert.ops.layer_norm"
+)
 
 
 class Primitive:
@@ -77,20 +81,18 @@ def _run(module: str, name: str, *args):
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a gradient is live: recording is on and one of the tensors requires it.
 
-    Also True within forward-mode differentiation: the autograd.Function then raises an error, because it does not
-    support it, where the bare operator would drop the tangent silently. Raises RuntimeError where torch.func would
-    differentiate, which takes other Functions than these.
+    Raises RuntimeError in forward-mode differentiation, where the operator would drop the tangent silently, and where
+    torch.func would differentiate, which takes other Functions than these.
     """
     live = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if torch.compiler.is_compiling():
         return live
-    if forward_ad._current_level >= 0:
-        return True
+    if forward_ad._current_level >= 0 and any(
+        t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    ):
+        raise RuntimeError("fastbert's operators have no forward-mode derivative" + _INSTEAD)
     if live and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise RuntimeError(
-            "torch.func cannot differentiate fastbert's operators; use torch.autograd.grad, or their twins in plain "
-            "PyTorch, as fastbert.ops.layer_norm_ref is one of fastbert.ops.layer_norm"
-        )
+        raise RuntimeError("torch.func cannot differentiate fastbert's operators" + _INSTEAD)
     return live
 
 

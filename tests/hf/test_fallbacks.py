@@ -375,6 +375,15 @@ def test_what_deberta_reads_as_true_or_false_runs_the_original():
     assert_fell_back(report, "4-D")
 
 
+@pytest.mark.parametrize("value", [2, 0.5])
+def test_other_numbers_than_0_and_1_run_deberta_s_original(value):
+    original, model, report, inputs = pair("deberta-v2")
+    inputs["attention_mask"] = inputs["attention_mask"] * value
+    with pytest.warns(RuntimeWarning, match="by which DeBERTa multiplies its embeddings"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "other numbers than 0 and 1")
+
+
 def test_sequences_of_length_0_run_the_original():
     model, report = accelerated(build())
     with pytest.warns(RuntimeWarning, match="sequences are of length 0"), pytest.raises((RuntimeError, IndexError)):
