@@ -627,7 +627,8 @@ def _settings(optimizer: Optimizer) -> dict[str, list[Any]]:
     """The settings of each group by name: the learning rates that a schedule begins with, or the present ones without a
     schedule; and the others that decide a step, unless a schedule changes them."""
     groups = optimizer.param_groups
-    found = {"learning rates": [float(group.get("initial_lr", group["lr"])) for group in groups]}
+    rates = [group.get("initial_lr", group["lr"]) for group in groups]  # None: the optimizer finds its own
+    found = {"learning rates": [rate if rate is None else float(rate) for rate in rates]}
     cycled = {"betas", "momentum"} if any("base_momentum" in group for group in groups) else set()
     names = optimizer.defaults.keys() - {"lr", *_IMPLEMENTATION} - cycled
     return found | {name: [group.get(name) for group in groups] for name in sorted(names)}
