@@ -751,8 +751,7 @@ class BertModel(Saveable):
     def _positions(self, input_ids: Tensor | None, packing: Packing) -> Tensor:
         """The default position ids, (T,) int64. input_ids: in the caller's form."""
         counts = self.config.family.padding_positions and input_ids is not None
-        if packing.seqlen is not None and self.config.extra.get("position_biased_input", True):
-            self._check_length(packing.max_seqlen if counts else packing.seqlen)
+        self._check_lengths(packing, counts)
         before = self.config.pad_token_id
         if counts and packing.seqlen is not None:  # over the whole row, whatever the mask says
             columns = torch.arange(packing.seqlen, device=input_ids.device).expand(packing.batch, -1)
@@ -760,19 +759,18 @@ class BertModel(Saveable):
         columns = packing.positions()
         if counts:
             return _count(input_ids, before, columns)
-        self._check_packed(packing)
         return columns + (before + 1) if self.config.family.padding_positions else columns
 
-    def _check_packed(self, packing: Packing) -> None:
-        """Checks the lengths of packed sequences, if they may be read: max_seqlen may be more than the longest has."""
-        unlimited = packing.seqlen is not None or not self.config.extra.get("position_biased_input", True)
-        if unlimited or packing.max_seqlen <= self.config.max_sequence_length:
+    def _check_lengths(self, packing: Packing, counts: bool) -> None:
+        """Raises ValueError for sequences with more tokens than there are positions; for packed ones, if their lengths
+        may be read. counts: positions count tokens, so that the table's check says which token has none."""
+        limit, tokens = self.config.max_sequence_length, packing.max_seqlen if counts else packing.seqlen
+        if not self.config.extra.get("position_biased_input", True):
             return
-        if checks.values_visible(packing.cu_seqlens):
-            self._check_length(int(packing.cu_seqlens.diff().max()))
-
-    def _check_length(self, tokens: int) -> None:
-        limit = self.config.max_sequence_length
+        if packing.seqlen is None:  # max_seqlen may be more than the longest has
+            if counts or packing.max_seqlen <= limit or not checks.values_visible(packing.cu_seqlens):
+                return
+            tokens = int(packing.cu_seqlens.diff().max())
         if tokens > limit:
             after = "" if limit == self.config.max_position_embeddings else " after pad_token_id"
             raise ValueError(
