@@ -768,7 +768,9 @@ class BertModel(Saveable):
         if not self.config.extra.get("position_biased_input", True):
             return
         if packing.seqlen is None:  # max_seqlen may be more than the longest has
-            if counts or packing.max_seqlen <= limit or not checks.values_visible(packing.cu_seqlens):
+            if counts or packing.max_seqlen <= limit or not packing.batch:
+                return
+            if not checks.values_visible(packing.cu_seqlens):
                 return
             tokens = int(packing.cu_seqlens.diff().max())
         if tokens > limit:

@@ -125,7 +125,8 @@ def create_dataloader(
     another order, determined by seed. rank, world_size: this process's number and the number of processes that share
     the data; None takes them from torch.distributed, or means a single process (pass 0 and 1 if something else, such as
     `accelerate`, distributes the batches). All ranks get equally many batches; some batches may be halved for that, or
-    left out with drop_last. A ContrastiveCollator's last batch takes a tuple of the one before rather than have one.
+    left out with drop_last. A ContrastiveCollator's last batch takes a tuple of the one before rather than have one
+    (halved batches of three, or of two, have one nonetheless).
     options: for DataLoader (num_workers, pin_memory, ...).
     Raises ValueError unless exactly one of batch_size and max_tokens is given, for drop_last with max_tokens, and as
     the samplers do.

@@ -79,8 +79,8 @@ def csv_rows(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError(f"row {number} of {path} has {count} fields than the first line; expected as many")
             if separator == "\t" and any("\t" in value and "\n" in value for value in row.values()):
                 raise ValueError(
-                    f"row {number} of {path} has a quoted field that spans rows; expected quotation marks that belong "
-                    'to a text to be doubled, in a field in quotes: "She said ""yes"""'
+                    f"row {number} of {path} has a tab and a line end in one quoted field; expected it in x.csv "
+                    "or x.jsonl, and a text's own quotation marks doubled, in a field in quotes"
                 )
             yield f"row {number}", row
     except csv.Error as error:

@@ -71,6 +71,9 @@ class _BatchSampler(Sampler[list[int]]):
         """Halves the last of the largest batches until their number is a multiple of world_size; with drop_last, leaves
         out the last ones."""
         if self.drop_last:
+            if 0 < len(ends) < self.world_size:
+                count = f"{len(ends)} whole batches"
+                raise ValueError(f"{type(self).__name__}: {count} for {self.world_size} ranks; expected one for each")
             return ends[: len(ends) - len(ends) % self.world_size]
         sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         while len(sizes) % self.world_size:
@@ -99,9 +102,15 @@ class _BatchSampler(Sampler[list[int]]):
     def identity(self) -> dict[str, Any]:
         """All that batches depend on besides the epoch."""
         values = {"examples": self.count, "shuffle": self.shuffle, "seed": self.seed, "world_size": self.world_size}
-        if self.min_examples > 1:
+        if self.min_examples > 1 and self._may_top_up():
             values["min_examples"] = self.min_examples
+        if self.world_size > 1:
+            values["sharing"] = 2  # before there was this entry, the first of the largest batches was halved
         return {"sampler": type(self).__name__, **values}
+
+    def _may_top_up(self) -> bool:
+        """Whether the last batch of an epoch may have fewer than min_examples."""
+        return True
 
 
 class BatchSizeSampler(_BatchSampler):
@@ -132,6 +141,9 @@ class BatchSizeSampler(_BatchSampler):
 
     def _fits(self, first: int, last: int) -> bool:
         return last - first <= self.batch_size
+
+    def _may_top_up(self) -> bool:
+        return not self.drop_last and 0 < self.count % self.batch_size < self.min_examples
 
     def identity(self) -> dict[str, Any]:
         return {**super().identity(), "batch_size": self.batch_size, "drop_last": self.drop_last}

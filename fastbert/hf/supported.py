@@ -7,6 +7,7 @@ might mix tokens. Checks belong to every forward, because users hook, wrap and r
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastbert.distances import MPNET_BUCKETS
@@ -39,6 +40,7 @@ HELPERS = (
     "create_position_ids_from_input_ids",
     "create_position_ids_from_inputs_embeds",
 )
+_helpers: dict[type, tuple[str, ...]] = {}
 
 
 class Fallback(Exception):
@@ -172,9 +174,19 @@ def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
     cls = type(module)
     if not _is_theirs(cls.forward):
         raise Fallback(f"a {cls.__name__} computes something of its own")
-    check_methods(module, *[name for name in HELPERS if hasattr(cls, name)])
+    check_methods(module, *_helpers_of(cls))
     if hooks(module, but_of):
         raise Fallback(f"a hook sits on a {type(module).__name__}, which would see packed tensors")
+
+
+def _helpers_of(cls: type) -> tuple[str, ...]:
+    """Those of HELPERS that the class has."""
+    known = None if torch.compiler.is_compiling() else _helpers.get(cls)
+    if known is None:
+        known = tuple([name for name in HELPERS if hasattr(cls, name)])
+        if not torch.compiler.is_compiling():
+            _helpers[cls] = known
+    return known
 
 
 def check_methods(module: nn.Module, *names: str) -> None:
@@ -190,12 +202,19 @@ def check_attention_function(name: str) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     function = ALL_ATTENTION_FUNCTIONS.get(name)
-    if function is not None and not function.__module__.startswith(("transformers.", "fastbert.")):
-        raise Fallback(f"the attention implementation {name!r} is {function.__module__}.{function.__qualname__}")
+    if function is not None and not _written_in(function).startswith(("transformers.", "fastbert.")):
+        given = getattr(function, "__qualname__", type(function).__qualname__)
+        raise Fallback(f"the attention implementation {name!r} is another function, {given}")
 
 
 def _is_theirs(function: Any) -> bool:
     """Whether transformers wrote the function. A wrapper that functools made has the name of its module, but not the
     globals."""
-    written = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(function.__module__).startswith("transformers.models.") and written.startswith("transformers.")
+    return str(function.__module__).startswith("transformers.models.") and _written_in(function).startswith(
+        "transformers."
+    )
+
+
+def _written_in(function: Any) -> str:
+    """The module whose globals the function has; "" for other objects that can be called."""
+    return getattr(function, "__globals__", {}).get("__name__", "")

@@ -134,13 +134,14 @@ def index_range(op: str, name: str, index: Tensor | None, size: int, also: int |
 
 
 def between(op: str, name: str, values: Tensor, low: float, high: float, why: str) -> None:
-    """Raises a ValueError that names the first value outside [low, high], if values may be read."""
+    """Raises a ValueError that names the first value outside [low, high], if values may be read. 0.01 more is taken for
+    the rounding of a bfloat16."""
     if not values_visible(values):
         return
-    bad = ~((values >= low) & (values <= high))
+    bad = ~((values >= low - 0.01) & (values <= high + 0.01))
     if bad.any():
         place = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(f"{op}: {name}{list(place)} is {values[place].item():g}; expected {low:g} to {high:g}, {why}")
+        raise ValueError(f"{op}: {name}{list(place)} is {values[place].item()}; expected {low} to {high}, {why}")
 
 
 def sequences(op: str, cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> None:

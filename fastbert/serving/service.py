@@ -216,9 +216,8 @@ def _failing_with_424() -> Iterator[None]:
 
 
 def _characters(inputs: Sequence[Any]) -> int:
-    """The number of characters in texts and pairs; token ids count as none."""
-    texts = (text for one in inputs for text in (one if isinstance(one, tuple) else (one,)))
-    return sum(len(text) for text in texts if isinstance(text, str))
+    """The number of characters in texts and pairs; a token id counts as one."""
+    return sum(len(text) for one in inputs for text in (one if isinstance(one, tuple) else (one,)))
 
 
 async def _disconnect(request: Request) -> None:

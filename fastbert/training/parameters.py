@@ -21,9 +21,11 @@ def parameter_groups(
     the embeddings (0.8 in ELECTRA-Base; Clark et al., 2020). Raises ValueError for a layer_decay above 1 or not above
     0, for one other than 1 unless the model has exactly one stack of layers, and for a negative rate or decay.
     """
-    if lr < 0 or weight_decay < 0 or not 0 < layer_decay <= 1:
-        given = f"lr is {lr}, weight_decay is {weight_decay}, layer_decay is {layer_decay}"
-        raise ValueError(f"parameter_groups: {given}; expected two numbers from 0 on, and one above 0, at most 1")
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not value >= 0:
+            raise ValueError(f"parameter_groups: {name} is {value}; expected a number that is not negative")
+    if not 0 < layer_decay <= 1:
+        raise ValueError(f"parameter_groups: layer_decay is {layer_decay}; expected a number above 0, at most 1")
     layers = [match for name, _ in model.named_parameters() if (match := _LAYER.match(name))]
     if layer_decay != 1 and len({match[1] for match in layers}) != 1:
         stacks = len({match[1] for match in layers})

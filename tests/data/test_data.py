@@ -443,6 +443,8 @@ def test_a_last_batch_takes_examples_of_the_one_before():
         batches = list(sampler)
         assert min(map(len, batches)) >= 2 and sorted(sum(batches, [])) == list(range(197))
         assert max(int(lengths[batch].sum()) for batch in batches) <= 180
+    plain, topped = (BatchSizeSampler(9, 4, min_examples=n).identity() for n in (1, 2))
+    assert plain != topped and BatchSizeSampler(8, 4, min_examples=2).identity() == BatchSizeSampler(8, 4).identity()
     with pytest.raises(ValueError, match="min_examples is 0; expected a whole number, at least 1"):
         BatchSizeSampler(9, 4, min_examples=0)
 
@@ -453,6 +455,7 @@ def test_a_last_batch_takes_examples_of_the_one_before():
         ((5, 0), {}, "batch_size is 0; expected a whole number, at least 1"),
         ((5, 2), {"rank": 2, "world_size": 2}, r"rank is 2; expected 0 to 1 \(world_size - 1\)"),
         ((5, 2), {"rank": 0, "world_size": 0}, "rank is 0; expected 0 to -1"),
+        ((5, 4), {"world_size": 2, "drop_last": True}, "1 whole batches for 2 ranks; expected one for each"),
         ((5, 1), {"rank": 0, "world_size": 2}, "5 batches of one example each cannot be shared evenly by 2 ranks"),
         ((3, 8), {"rank": 0, "world_size": 4}, "3 batches of one example each cannot be shared evenly by 4 ranks"),
     ],

@@ -195,14 +195,18 @@ def test_a_cache_under_its_earlier_name_is_not_ignored(family):
     assert_fell_back(report, "past_key_values is given")
 
 
-def test_another_function_under_a_known_name_is_called(monkeypatch):
+@pytest.mark.parametrize("form", ["function", "partial", "wrapper"])
+def test_another_function_under_a_known_name_is_called(monkeypatch, form):
     original, model, report, inputs = pair()
     known = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
-    double_values = lambda module, query, key, value, *more, **options: known(  # noqa: E731
-        module, query, key, 2 * value, *more, **options
-    )
-    monkeypatch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "sdpa", double_values)
-    with pytest.warns(RuntimeWarning, match=r"the attention implementation 'sdpa' is .*<lambda>"):
+
+    def double_values(module, query, key, value, *more, **options):
+        return known(module, query, key, 2 * value, *more, **options)
+
+    forms = {"function": lambda x: x, "partial": functools.partial, "wrapper": functools.wraps(known)}
+    function = forms[form](double_values)
+    monkeypatch.setitem(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "sdpa", function)
+    with pytest.warns(RuntimeWarning, match="the attention implementation 'sdpa' is another function"):
         assert torch.equal(model(**inputs)[0], original(**inputs)[0])
     assert_fell_back(report, "'sdpa' is")
 

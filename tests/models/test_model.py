@@ -544,6 +544,11 @@ def test_bad_input_is_refused(arguments, error, words):
         BertModel(TINY)(**arguments)
 
 
+def test_no_packed_sequence_at_all_beside_a_bound_beyond_the_positions():
+    none = torch.zeros(0, dtype=torch.int64)
+    assert BertModel(TINY)(none, cu_seqlens=ENDS[:1], max_seqlen=99).last_hidden_state.shape == (0, TINY.hidden_size)
+
+
 def test_encoder_refuses_bad_input():
     encoder = BertEncoder(TINY)
     with pytest.raises(ValueError, match=r"hidden_states has shape \(2, 5, 47\); expected \(B, S, 48\)"):

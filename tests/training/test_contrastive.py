@@ -577,7 +577,7 @@ REFUSED = {
     "CosineMSE: embeddings have shape \\(3,": lambda: CosineMSE()(torch.ones(3, 3, 4), SCORES),
     "CosineMSE: the batch has no scores; expected \\(3,\\)": lambda: CosineMSE()(PAIR),
     "scores have shape \\(3, 1\\); expected \\(3,\\)": lambda: CosineMSE()(PAIR, SCORES[:, None]),
-    "CosineMSE: scores\\[1\\] is 5; expected -1 to 1": lambda: CosineMSE()(PAIR, torch.tensor([1.0, 5, 0])),
+    "CosineMSE: scores\\[1\\] is 5.0; expected -1 to 1": lambda: CosineMSE()(PAIR, torch.tensor([1.0, 5, 0])),
     "the batch has cu_seqlens, input_ids, max_seqlen; expected one of ContrastiveCollator": lambda: (
         ContrastiveModel.label_counts({"input_ids": 1, "cu_seqlens": 2, "max_seqlen": 3})
     ),
@@ -673,7 +673,7 @@ def test_refused_lines(tmp_path, text, message):
         ("x.jsonl", '{"a": 1}\n{"a": 2, "a": 3}\n', "line 2 of .*x.jsonl has 'a' twice"),
         ("x.csv", "a,b\n", "x.csv has no row; expected at least one"),
         ("x.jsonl", "", "x.jsonl has no row"),
-        ("x.tsv", 'a\tb\n"hello\t1\nhe said bye"\t2\n', "row 1 of .*x.tsv has a quoted field that spans rows"),
+        ("x.tsv", 'a\tb\n"hello\t1\nhe said bye"\t2\n', "row 1 of .*x.tsv has a tab and a line end in one"),
     ],
 )
 def test_columns_that_would_be_lost_are_refused(tmp_path, name, text, message):
