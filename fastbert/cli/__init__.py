@@ -7,6 +7,7 @@ import warnings
 
 import fastbert
 from fastbert.cli import embeddings, predictions, prepare, serve, tools
+from fastbert.cli.common import while_it_is_read
 from fastbert.cli.embeddings import show_results
 
 __all__ = ["main", "show_results"]
@@ -19,13 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 0 on success, 1 for a failed check, 2 with a line on stderr for a user's mistake, 130
     after Ctrl-C. With FASTBERT_TRACEBACK=1 in the environment, errors have a traceback."""
     args = _parser().parse_args(arguments)
+    status = 0
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), while_it_is_read():
             warnings.showwarning = _warn
-            return args.run(args) or 0
-    except BrokenPipeError:  # the reader of the output, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails
-        return 0
+            status = args.run(args) or 0
+        return status
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED

@@ -25,6 +25,7 @@ import fastbert
 from fastbert import backends, checkpoint, reference, testing
 from fastbert.auto import classes_of
 from fastbert.checkpoint import Checkpoint
+from fastbert.cli.common import new_console
 from fastbert.config import BertConfig
 from fastbert.files import write_text
 from fastbert.labels import IGNORED
@@ -509,9 +510,7 @@ def _kernels(before: dict[tuple[str, str], int]) -> dict[str, list[str]]:
 
 def show(report: Report) -> None:
     """Prints a table for each dtype, what was not checked, and the verdict."""
-    from rich.console import Console
-
-    console = Console()
+    console = new_console()
     title = f"{report.architecture} in {report.model}, on {report.device}: {report.batch}"
     console.print(title, highlight=False, soft_wrap=True)
     for dtype in dict.fromkeys(check.dtype for check in report.checks):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from fastbert.cli.check import Line, Run, Sample, Subject, Yardstick, make_sample, predict, print_whole, rule
 from fastbert.cli.check import write_report as write_values
+from fastbert.cli.common import new_console
 from fastbert.labels import IGNORED
 from fastbert.preparation import prepare
 from fastbert.prepared import PRECISIONS, QUANTIZED, PreparedLinear, home
@@ -250,9 +251,7 @@ class _Powers:
 
 def show(report: Report) -> None:
     """Prints what changed, the worst layers and, where the accuracy rule applies, its rows and the verdict."""
-    from rich.console import Console
-
-    console = Console()
+    console = new_console()
     title = f"{report.architecture} in {report.model}, prepared for {report.precision}: {report.batch}"
     console.print(title, highlight=False, soft_wrap=True)
     for table in (_costs(report), _layers(report), *([_rule(report)] if report.lines else [])):

@@ -4,12 +4,18 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from fastbert import checkpoint
 from fastbert.prepared import CONFIG_ENTRY, PRECISIONS
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DTYPES = ("float32", "bfloat16", "float16")
 TEXT_FILE = 'texts, one a line ("-" for stdin), or in the column "text" of x.jsonl, x.csv, x.tsv or x.parquet'
@@ -96,9 +102,10 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
 
 def lines(path: Path) -> list[str]:
     """All texts of a file, or with "-" of stdin, blank lines included, so that row i of an array belongs to line i."""
+    from fastbert.data.corpus import texts_in
     from fastbert.data.rows import texts_of_file
 
-    texts = sys.stdin.read().splitlines() if str(path) == "-" else list(texts_of_file(path))
+    texts = list(texts_in("stdin", sys.stdin.buffer) if str(path) == "-" else texts_of_file(path))
     if not any(text.strip() for text in texts):
         raise ValueError(f"{path} holds no text")
     return texts
@@ -116,5 +123,27 @@ def read(path: Path) -> str:
 
 
 def write_json(value: object) -> None:
-    json.dump(value, sys.stdout, indent=1, ensure_ascii=False)
+    escapes = not (sys.stdout.encoding or "utf-8").lower().startswith("utf")  # else it may break off at a character
+    json.dump(value, sys.stdout, indent=1, ensure_ascii=escapes)
     print()
+
+
+def new_console() -> "Console":
+    """rich's Console for stdout. It raises BrokenPipeError, for `main`, where rich's own ends the program with 1."""
+    from rich.console import Console
+
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            raise
+
+    return Piped()
+
+
+@contextmanager
+def while_it_is_read() -> Iterator[None]:
+    """Ends the block, without an error, once the reader of stdout, such as `head`, has enough."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's last flush fails

@@ -13,6 +13,7 @@ from fastbert.cli.common import (
     add_texts,
     lines,
     model_options,
+    new_console,
     no_files,
     texts_of,
     write_json,
@@ -87,6 +88,7 @@ def _search(args: argparse.Namespace) -> None:
     else:
         passages = python_documentation(300)  # all-MiniLM-L6-v2 cuts texts at 256 tokens, and was trained on 128
     encoder = _encoder(args)
+    encoder.prompt_of(args.prompt_name)  # raises for an unknown name before anything is computed
     vectors = _encode(args, encoder, [passage for _, passage in passages])
     _answer(args, _best(encoder, vectors, passages, args.question, args.top, args.prompt_name))
 
@@ -134,11 +136,10 @@ def _best(
 
 
 def _show(questions: list[str], best: list[Passages]) -> None:
-    from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
-    console = Console()
+    console = new_console()
     for question, passages in zip(questions, best, strict=True):
         console.print(Text(f"\n{question}", style="bold"))
         for score, source, passage in passages:

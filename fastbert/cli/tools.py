@@ -11,7 +11,17 @@ import torch
 
 import fastbert
 from fastbert import backends
-from fastbert.cli.common import DTYPES, TEXT_FILE, add_device, add_json, device_of, lines, no_files, write_json
+from fastbert.cli.common import (
+    DTYPES,
+    TEXT_FILE,
+    add_device,
+    add_json,
+    device_of,
+    lines,
+    no_files,
+    while_it_is_read,
+    write_json,
+)
 from fastbert.config import BertConfig
 from fastbert.prepared import PRECISIONS, home
 
@@ -77,7 +87,8 @@ def _check(args: argparse.Namespace) -> int:
         else:
             only = {"dtypes": args.dtypes or list(check.DTYPES), "names": args.backends or check.BACKENDS}
             report = check.run(model, texts, device=device_of(args, None), **only, **common)
-    (check_prepared if args.prepare else check).show(report)
+    with while_it_is_read():
+        (check_prepared if args.prepare else check).show(report)
     if args.json:
         report.write(args.json, versions=_versions(), machine=dict(_machine()))
     return 0 if report.ok else 1

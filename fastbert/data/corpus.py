@@ -41,14 +41,19 @@ def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
     """
     for path in [files] if isinstance(files, (str, Path)) else files:
         with gzip.open(path) if str(path).lower().endswith(".gz") else open(path, "rb") as file:
-            place = 0
-            for line in _whole(path, file):
-                try:
-                    text = line.decode("utf-8")
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{path} is not UTF-8 at byte {place + error.start}: {error.reason}") from None
-                yield (text if place else text.removeprefix("\ufeff")).rstrip("\r\n")
-                place += len(line)
+            yield from texts_in(path, _whole(path, file))
+
+
+def texts_in(name: str | Path, lines: Iterable[bytes]) -> Iterator[str]:
+    """The lines as `read_texts` yields them. name: of the file or stream, for errors."""
+    place = 0
+    for line in lines:
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8 at byte {place + error.start}: {error.reason}") from None
+        yield (text if place else text.removeprefix("\ufeff")).rstrip("\r\n")
+        place += len(line)
 
 
 def _whole(path: str | Path, file: Iterable[bytes]) -> Iterator[bytes]:

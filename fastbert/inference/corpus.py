@@ -307,8 +307,8 @@ class EmbeddedCorpus:
         encoder: made the queries, and its measure is used. Its fingerprint is compared with the corpus's the first time
         it is given. index: searches in the index of `build_index`, approximately, instead of all vectors. any_encoder:
         accepts another encoder, such as the same one in another precision. Raises ValueError for an encoder other than
-        the corpus's, or with another measure than an index has, other shapes, a k below 1 and a score that is NaN;
-        TypeError for anything but a tensor.
+        the corpus's, or with another measure than an index has, other shapes, a k below 1, numbers that are not finite
+        and a score that is NaN; TypeError for anything but a tensor.
         """
         if index and encoder.similarity_name != self.manifest["similarity"]:
             measures = f"{self.manifest['similarity']!r}, and the encoder's is {encoder.similarity_name!r}"
@@ -321,6 +321,8 @@ class EmbeddedCorpus:
         if queries.dim() != 2 or queries.shape[1] != self.width or k < 1:
             given = f"queries has shape {tuple(queries.shape)}, k is {k}"
             raise ValueError(f"search: {given}; expected (N, {self.width}) and at least 1")
+        if len(wrong := (~queries.isfinite()).any(1).nonzero()):
+            raise ValueError(f"search: queries[{int(wrong[0])}] has NaN or infinity; expected finite numbers")
         return self._in_index(queries, k) if index else self._in_all(encoder, queries, k)
 
     def _in_all(self, encoder: SentenceEncoder, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -345,6 +345,9 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
     torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=rounding)
     for some in (queries[:1], queries[:0]):
         assert corpus.search(encoder, some, 4, index=True)[1].shape == (len(some), 4)
+    for index in (False, True):
+        with pytest.raises(ValueError, match=r"queries\[0\] has NaN or infinity"):
+            corpus.search(encoder, queries * torch.nan, 4, index=index)
     (corpus.directory / "index.usearch").write_bytes(b"no index")
     with pytest.raises(ValueError, match="index.usearch is damaged, or of other embeddings: build it again"):
         EmbeddedCorpus(corpus.directory).search(encoder, queries, 1, index=True)

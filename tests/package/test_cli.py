@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from small_models import TINY, minilm
 
 import fastbert
 from fastbert import cli
-from fastbert.cli.common import device_of, model_options
+from fastbert.cli.common import device_of, lines, model_options, write_json
 from fastbert.cli.progress import progress
 from fastbert.config import PRESETS
 from fastbert.data import TokenFile, get_tokenizer, read_texts, save_tokenizer
@@ -494,11 +495,38 @@ def test_errors_may_have_a_traceback(monkeypatch, tmp_path):
 
 
 def test_texts_may_come_through_a_pipe(models, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("one text\nanother\n"))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one text\nanother\n")))
     piped = json_of(capsys, "classify", "--text", "-", "--model", models / "BertForSequenceClassification")
     assert piped == json_of(
         capsys, "classify", "one text", "another", "--model", models / "BertForSequenceClassification"
     )
+
+
+def test_a_pipe_is_read_as_a_file_is(models, capsys, monkeypatch, tmp_path):
+    """Line separators of Unicode do not end a line, nor does a carriage return alone; a byte-order mark is left out."""
+    content = "\ufeffone\u2028text\nan\rother\x0cone\r\n\nlast".encode()
+    (tmp_path / "texts.txt").write_bytes(content)
+    expected = lines(tmp_path / "texts.txt")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert lines(Path("-")) == expected == ["one\u2028text", "an\rother\x0cone", "", "last"]
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"abc\xff")))
+    status, output = run(capsys, "classify", "--text", "-", "--model", models / "BertForSequenceClassification")
+    assert status == 2 and "stdin is not UTF-8 at byte 3" in output.err
+
+
+def test_json_for_an_output_in_ascii(capsys, monkeypatch):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", output)
+    write_json({"text": "é"})
+    output.flush()
+    assert json.loads(output.buffer.getvalue()) == {"text": "é"}
+
+
+def test_a_check_whose_reader_leaves_has_its_status(models):
+    command = f"{sys.executable} -m fastbert.cli check --model {models / 'BertForSequenceClassification'} --batch 1 "
+    command += "--backends reference --dtypes float32 | true; exit ${PIPESTATUS[0]}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_a_missing_package_is_named_with_its_installation(models, capsys, monkeypatch):
