@@ -20,12 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command. Returns 0 on success, 1 for a failed check, 2 with a line on stderr for a user's mistake, 130
     after Ctrl-C. With FASTBERT_TRACEBACK=1 in the environment, errors have a traceback."""
     args = _parser().parse_args(arguments)
-    status = 0
     try:
         with warnings.catch_warnings(), while_it_is_read():
             warnings.showwarning = _warn
-            status = args.run(args) or 0
-        return status
+            return args.run(args) or 0
+        return 0  # nobody reads on
     except KeyboardInterrupt:
         _say("interrupted")
         return INTERRUPTED

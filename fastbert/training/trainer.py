@@ -557,12 +557,14 @@ class AMPTrainer:
             if saved != here[name]:
                 was, has = ("with", "without") if saved else ("without", "with")
                 raise ValueError(f"{path} was saved {was} {name}, and this trainer is {has}; expected the same")
-        groups = state["optimizer"]["param_groups"], self.optimizer.param_groups
-        sizes, here = ([len(group["params"]) for group in one] for one in groups)
-        if sizes != here:
+        saved, ours = (
+            [len(group["params"]) for group in groups]
+            for groups in (state["optimizer"]["param_groups"], self.optimizer.param_groups)
+        )
+        if saved != ours:
             raise ValueError(
-                f"{path} was saved with groups of {sizes} parameters in its optimizer, and this trainer has groups of "
-                f"{here}; expected the same, with the same parameters frozen"
+                f"{path} was saved with groups of {saved} parameters in its optimizer, and this trainer has groups of "
+                f"{ours}; expected the same, with the same parameters frozen"
             )
 
     def _parts(self) -> dict[str, Any]:
