@@ -163,7 +163,11 @@ def write_part(encoder: SentenceEncoder, recipe: Recipe, part: Part, progress: P
     columns["embedding"] = arrow.FixedSizeListArray.from_arrays(numbers, vectors.shape[1])
     with replacing(part.path) as file:
         parquet.write_table(
-            arrow.table(columns), file, compression={"row": "zstd", "text": "zstd"}, use_dictionary=False
+            arrow.table(columns),
+            file,
+            compression={"row": "zstd", "text": "zstd"},
+            use_dictionary=False,
+            write_page_checksum=True,
         )
 
 
@@ -247,7 +251,9 @@ def _is_there(part: Part, width: int) -> bool:
 def _read(path: Path, columns: list[str]) -> Any:
     arrow = require("pyarrow", "pyarrow")
     try:
-        return require("pyarrow.parquet", "pyarrow").read_table(path, columns=columns, memory_map=True)
+        return require("pyarrow.parquet", "pyarrow").read_table(
+            path, columns=columns, memory_map=True, page_checksum_verification=True
+        )
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(
             f"{path} is missing or damaged: {error}; delete it, and run the same `fastbert embed` again"

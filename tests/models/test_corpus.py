@@ -175,6 +175,11 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
     part.write_bytes(whole[:-50])
     with pytest.raises(ValueError, match="part-00001.parquet is missing or damaged: .*delete it"):
         embed_corpus(encoder, file, out, shard_rows=20)
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    part.write_bytes(flipped)
+    with pytest.raises(ValueError, match="part-00001.parquet is missing or damaged: .*delete it"):
+        EmbeddedCorpus(out).search(encoder, encoder.encode(TEXTS), 1)
     part.write_bytes((out / "part-00002.parquet").read_bytes())
     with pytest.raises(ValueError, match="1.parquet has 12 rows from 40 on, .*; expected 20 from 20 on, 48 numbers"):
         embed_corpus(encoder, file, out, shard_rows=20)
