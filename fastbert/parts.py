@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, itemgetter
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -162,8 +163,9 @@ def hooks(module: nn.Module, but_of: tuple[str, ...] = ()) -> bool:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Whether a forward was set on the module itself, in place of its class's."""
-    own = module.__dict__
-    return "forward" in (list(own) if torch.compiler.is_compiling() else own)  # a list of names is guarded, `in` is not
+    # Dynamo guards what a module's attribute is, but not which names are missing in its __dict__.
+    bound = not torch.compiler.is_compiling() or type(module.forward) is MethodType
+    return not bound or "forward" in module.__dict__
 
 
 def unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -305,6 +305,11 @@ def _check_uncalled(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:
         raise Fallback(f"a {type(module).__name__} has a forward of its own")
 
 
+def _is_exporting() -> bool:
+    # In torch 2.11, is_exporting() is true wherever torch.compile traces; the flag that it reads later is right there.
+    return torch.compiler.is_exporting() and getattr(torch.compiler, "_is_exporting_flag", True)
+
+
 class ModelForward(Replacement):
     """The base model: decides whether to pack, packs, and runs the original on one sequence of all T tokens."""
 
@@ -375,7 +380,7 @@ class ModelForward(Replacement):
 
     def _check_use(self, inputs: dict[str, Any]) -> None:
         config = self.module.config
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or _is_exporting():
             raise Fallback("the model is traced or exported")
         if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
             raise Fallback("torch.func transforms it")

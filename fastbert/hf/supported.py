@@ -192,8 +192,10 @@ def _helpers_of(cls: type) -> tuple[str, ...]:
 def check_methods(module: nn.Module, *names: str) -> None:
     """Checks that methods whose results fastbert computes itself are transformers' own, if the module has them."""
     for name in names:
-        method = getattr(module, name, None)
-        if method is not None and not _is_theirs(getattr(method, "__func__", method)):
+        method, of_class = getattr(module, name, None), getattr(type(module), name, None)
+        if method is None:
+            continue
+        if getattr(method, "__func__", method) is not of_class or not _is_theirs(of_class):
             raise Fallback(f"a {type(module).__name__} has a {name} of its own")
 
 
