@@ -33,6 +33,8 @@ TIED = {  # second names of tensors in Hugging Face's models -> first names
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
+# Those that states may have. transformers up to 5.20 has this one for DeBERTa-v2's decoder, which is the table itself.
+_TIED_IN_STATES = TIED | {"cls.predictions.weight": "bert.embeddings.word_embeddings.weight"}
 
 
 class Names:
@@ -124,7 +126,7 @@ def to_ours_with_head(state: Mapping[str, Tensor], names: Names = BERT, *, predi
     if not any(name.startswith("bert.") for name in state):
         state = {f"bert.{name}" if name.startswith(BODY) else name: t for name, t in state.items()}
     state = _modern(state)
-    for name, source in TIED.items():
+    for name, source in _TIED_IN_STATES.items():
         tied = state.pop(name, None)
         if tied is not None and not _same(state.setdefault(source, tied), tied) and predicts:
             one, other = names.theirs(name), names.theirs(source)

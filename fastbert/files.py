@@ -59,7 +59,7 @@ def _system_error(error: BaseException, part: Path) -> OSError | None:
     cause = error.__context__ if isinstance(error, RuntimeError) else error  # torch.save raises one for a full disk
     if isinstance(cause, OSError):
         return cause if cause.errno and cause.filename in (None, str(part)) else None
-    number = re.search(r"\(os error (\d+)\)", str(error))  # as Rust writes it: safetensors, tokenizers
+    number = re.search(r"(?:\(os error |Os \{ code: )(\d+)", str(error))  # as Rust writes it: safetensors, tokenizers
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 

@@ -1,14 +1,13 @@
 """Hugging Face in and out: state dicts, and live `transformers` models on our kernels."""
 
 import contextlib
-import re
 from collections.abc import Iterator
 
 from torch import Tensor, nn
 
 from fastbert import families
 from fastbert.families import FAMILIES, Family, follow
-from fastbert.hf import attention, forwards
+from fastbert.hf import attention, forwards, supported
 from fastbert.hf.forwards import Acceleration, Replacement, Report
 from fastbert.model import BertEncoder, BertModel, require_ours
 from fastbert.prepared import holds_prepared
@@ -92,11 +91,10 @@ def register() -> str:
 
 
 def _check_version() -> None:
-    import transformers
+    if supported.version() < OLDEST:
+        import transformers
 
-    version = transformers.__version__
-    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
-        raise RuntimeError(f"fastbert: transformers is {version}; expected 5.0 or newer")
+        raise RuntimeError(f"fastbert: transformers is {transformers.__version__}; expected 5.0 or newer")
 
 
 def _check_supported(model: nn.Module, bases: dict[str, nn.Module]) -> None:

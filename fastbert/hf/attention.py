@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from fastbert import ops, padding, random
 
 NAME = "fastbert"  # without "flash": sentence-transformers has a loader of its own for such names
-# Keywords of transformers' attention functions that change the weights, and that SDPA computes, or refuses itself.
-FOR_SDPA = ("position_bias", "softcap")
-# Those that change no result here: settings, and what masks have said already.
+# Keywords of transformers' attention functions that change no result here: settings, and what masks have said already.
 HARMLESS = frozenset(
     "output_attentions output_hidden_states output_router_logits return_dict use_cache num_items_in_batch "
     "cache_position position_ids seq_idx sliding_window cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k "
@@ -61,7 +59,7 @@ def attention(
     """The attention function for transformers: query, key and value (B, H, S, D) to the output, (B, S, H, D), and the
     attention weights if `output_attentions` asks for them. Raises ValueError for keywords that it does not know."""
     given = {name for name, value in kwargs.items() if value is not None}
-    if unknown := given - HARMLESS - set(FOR_SDPA):
+    if unknown := given - HARMLESS - _for_sdpa():
         raise ValueError(
             f"fastbert: {type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which fastbert's "
             'does not know; use another one, as with set_attn_implementation("eager")'
@@ -70,7 +68,7 @@ def attention(
     packing = attention_mask
     if packing is None and not causal:
         packing = padding.plan(None, query.shape[0], query.shape[2], query.device)
-    theirs = causal or _may_cross(module) or not given.isdisjoint(FOR_SDPA)
+    theirs = causal or _may_cross(module) or not given.isdisjoint(_for_sdpa())
     if theirs or not _serves(packing, query, key, value, dropout):
         return _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     qkv = packing.pack(torch.stack([x.transpose(1, 2) for x in (query, key, value)], 2))  # (T, 3, H, D)
@@ -84,6 +82,13 @@ def attention(
     if not kwargs.get("output_attentions"):
         return out, None
     return out, packing.unpack_weights(ops.attention_weights(qkv, *sequences, **arguments))
+
+
+def _for_sdpa() -> set[str]:
+    """Keywords that change the weights, and that transformers' SDPA computes; its first versions ignored them."""
+    from transformers.integrations import sdpa_attention
+
+    return {"position_bias"} if hasattr(sdpa_attention, "create_position_bias_mask") else set()
 
 
 def _may_cross(module: nn.Module) -> bool:

@@ -316,6 +316,8 @@ class ModelForward(Replacement):
     def __init__(self, module: nn.Module, shared: Acceleration, first_token: bool) -> None:
         super().__init__(module, shared)
         self.first_token = first_token  # whether something around the model may read position 0 by itself
+        # transformers passes a 4-D mask on without reading it; its first MPNets add a dimension to one of three.
+        self.mask_dims = 3 if self.family.relative == "bias" and supported.version() < (5, 9) else 4
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or self.refuses(args, kwargs):
@@ -358,8 +360,7 @@ class ModelForward(Replacement):
         packed = {name: None if x is None else call.pack(x) for name, x in tensors.items()}
         if packed["position_ids"] is None:
             packed["position_ids"] = packing.positions()[None]
-        # A placeholder: transformers passes a 4-D mask on without reading it. The real mask is in the call's packing.
-        unread = packing.cu_seqlens[None, None, None]
+        unread = packing.cu_seqlens.expand(*[1] * (self.mask_dims - 1), -1)  # the real mask is in the call's packing
         return call, inputs | packed | {"attention_mask": unread}
 
     def _has_calls_between(self, layers: list[nn.Module]) -> bool:

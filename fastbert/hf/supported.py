@@ -5,6 +5,7 @@ might mix tokens. Checks belong to every forward, because users hook, wrap and r
 (`fastbert/parts.py`) skips them for modules that have not changed since the last one.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -166,6 +167,13 @@ def check_convolution(module: nn.Module) -> None:
         raise Fallback(f"conv_act is {module.conv_act!r}")
     check_norm(module.LayerNorm)
     check_dropout(module.dropout)
+
+
+def version() -> tuple[int, ...]:
+    """The first two numbers of transformers' version."""
+    import transformers
+
+    return tuple(int(part) for part in re.findall(r"\d+", transformers.__version__)[:2])
 
 
 def check_own(module: nn.Module, but_of: tuple[str, ...] = ()) -> None:

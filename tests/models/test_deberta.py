@@ -169,7 +169,9 @@ def test_both_masked_lm_layouts(legacy, tmp_path):
     assert_equal(one.logits[labels >= 0], two.logits[labels >= 0])
     model.save_pretrained(tmp_path)
     back = transformers.DebertaV2ForMaskedLM.from_pretrained(tmp_path, dtype=torch.float64)
-    assert back.state_dict().keys() == theirs.state_dict().keys() == fastbert.hf.state_dict(model).keys()
+    assert back.state_dict().keys() == theirs.state_dict().keys()
+    second_name = {"lm_predictions.lm_head.weight"}  # of the word embeddings, in transformers up to 5.20
+    assert fastbert.hf.state_dict(model).keys() == theirs.state_dict().keys() - second_name
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
     again = fastbert.BertForMaskedLM.from_pretrained(tmp_path)
