@@ -4,6 +4,7 @@ Chen et al., "M3-Embedding", 2024, section 3.2. The files' format and how scores
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -201,7 +202,9 @@ class M3Encoder:
 
     def lexical_weights(self, sparse: Tensor) -> list[dict[str, float]]:
         """For each text of `encode`'s sparse embeddings, or of some of their rows, its tokens, as the vocabulary has
-        them, and their weights."""
+        them, and their weights. Raises ValueError for anything but rows, (N, V)."""
+        if sparse.dim() != 2:
+            raise ValueError(f"lexical_weights: sparse has shape {tuple(sparse.shape)}; expected (N, V), as sparse[:1]")
         sparse = sparse.to_sparse_coo().coalesce()
         result: list[dict[str, float]] = [{} for _ in range(sparse.shape[0])]
         for (text, token), weight in zip(sparse.indices().T.tolist(), sparse.values().tolist(), strict=True):
@@ -244,10 +247,9 @@ class M3Encoder:
         missing = [kind for kind in KINDS if getattr(queries, kind) is None or getattr(documents, kind) is None]
         if missing:
             raise ValueError(f"M3Encoder: there are no {', '.join(missing)} embeddings; expected all three kinds")
-        if len(weights) != 3 or min(weights) < 0 or not weights[0] + weights[1] > 0:
-            raise ValueError(
-                f"M3Encoder: weights are {tuple(weights)}; expected three, none negative, dense and sparse not both 0"
-            )
+        if len(weights) != 3 or min(weights) < 0 or not 0 < weights[0] + weights[1] <= sum(weights) < math.inf:
+            given = f"M3Encoder: weights are {tuple(weights)}"
+            raise ValueError(f"{given}; expected three, finite, none negative, dense and sparse not both 0")
 
     def _late(self, measure: Callable[..., Tensor], queries: M3Embeddings, documents: M3Embeddings) -> Tensor:
         no_vector = self.multi_vector.weight.new_empty(0, self.multi_vector.out_features)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import chain, islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ from fastbert.data.rows import texts_of_file
 from fastbert.files import replacing, write_text
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
-from fastbert.inference.vectors import best_of, nearest, require_tensor
+from fastbert.inference.vectors import best_of, check_count, nearest, require_tensor
+from fastbert.ops.numbers import wide
 from fastbert.require import require
 
 SHARD_ROWS = 16384
@@ -230,8 +232,13 @@ def _manifest(directory: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{directory} has no {MANIFEST}; expected embeddings of `fastbert embed`") from None
     except ValueError as error:
         raise ValueError(f"{directory / MANIFEST} is damaged: {error}") from None
-    if not isinstance(found, dict) or "shard_rows" not in found:
+    counts = {"width": 1, "shard_rows": 1, "rows": 0}
+    if not isinstance(found, dict) or not {"encoder", "similarity", "keep_texts", *counts} <= found.keys():
         raise ValueError(f"{directory / MANIFEST} is not of embeddings")
+    for name, least in counts.items():
+        value = found[name]
+        if not (isinstance(value, int) and value >= least) and not (name == "rows" and value is None):
+            raise ValueError(f"{directory / MANIFEST} is damaged: {name} is {value!r}")
     return found
 
 
@@ -292,10 +299,12 @@ class EmbeddedCorpus:
 
     def texts(self, rows: Sequence[int] | Tensor) -> list[str]:
         """The texts of rows, a list or a tensor (N,) of their numbers. Raises IndexError for a row that does not exist,
-        ValueError if texts were not kept."""
+        ValueError if texts were not kept, TypeError for anything but integers."""
         if not self.manifest["keep_texts"]:
             raise ValueError(f"{self.directory} has no texts: they were not kept")
         rows = rows.tolist() if isinstance(rows, Tensor) else rows
+        if not isinstance(rows, Sequence) or not all(isinstance(row, Integral) for row in rows):
+            raise TypeError(f"texts: rows are {rows!r:.60}; expected integers, a list or a tensor (N,)")
         if wrong := [row for row in rows if not 0 <= row < len(self)]:
             raise IndexError(f"there is no row {wrong[0]}; expected 0 to {len(self) - 1}")
         found: dict[int, str] = {}
@@ -314,7 +323,7 @@ class EmbeddedCorpus:
         it is given. index: searches in the index of `build_index`, approximately, instead of all vectors. any_encoder:
         accepts another encoder, such as the same one in another precision. Raises ValueError for an encoder other than
         the corpus's, or with another measure than an index has, other shapes, a k below 1, numbers that are not finite
-        and a score that is NaN; TypeError for anything but a tensor.
+        and a score that is NaN; TypeError for anything but a tensor of a floating-point type.
         """
         if index and encoder.similarity_name != self.manifest["similarity"]:
             measures = f"{self.manifest['similarity']!r}, and the encoder's is {encoder.similarity_name!r}"
@@ -324,12 +333,14 @@ class EmbeddedCorpus:
                 raise ValueError(f"{self.directory} has embeddings of another encoder; expected the queries' own")
             self._encoder = weakref.ref(encoder)
         require_tensor("search", queries)
-        if queries.dim() != 2 or queries.shape[1] != self.width or k < 1:
-            given = f"queries has shape {tuple(queries.shape)}, k is {k}"
-            raise ValueError(f"search: {given}; expected (N, {self.width}) and at least 1")
+        check_count("search", k)
+        if queries.dim() != 2 or queries.shape[1] != self.width:
+            raise ValueError(f"search: queries has shape {tuple(queries.shape)}; expected (N, {self.width})")
+        if not queries.is_floating_point():
+            raise TypeError(f"search: queries are {queries.dtype}; expected a floating-point type, as `encode` gives")
         if len(wrong := (~queries.isfinite()).any(1).nonzero()):
             raise ValueError(f"search: queries[{int(wrong[0])}] has NaN or infinity; expected finite numbers")
-        return self._in_index(queries, k) if index else self._in_all(encoder, queries, k)
+        return self._in_index(queries, k) if index else self._in_all(encoder, wide(queries), k)
 
     def _in_all(self, encoder: SentenceEncoder, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         best, rows = queries.new_empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64)

@@ -72,6 +72,9 @@ def mine_hard_negatives(
     if range_max is None:
         range_max = range_min + most + num_negatives * (10 if limited else 1)
     _check(num_negatives, range_min, range_max, sampling, cross_encoder)
+    if prompts := {"prompt", "prompt_name"} & options.keys():
+        given = f"mine_hard_negatives: {', '.join(sorted(prompts))} is given"
+        raise TypeError(f"{given}; expected query_prompt and corpus_prompt, texts")
     names += _negative_names(names, num_negatives, triplets)
     corpus = list(dict.fromkeys([*strings("mine_hard_negatives", "corpus", corpus), *positives]))
     own = _places(anchors, positives, corpus)

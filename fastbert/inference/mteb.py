@@ -161,7 +161,7 @@ def _open(
     owner.mteb_model_meta = require("mteb.models", "mteb").ModelMeta.create_empty(
         overwrites={
             "name": name if "/" in name else f"local/{name}",
-            "revision": revision or fingerprint(model),
+            "revision": revision or fingerprint(model, of_use=True),
             "loader": type(owner),
             "framework": ["PyTorch"],
             "n_parameters": model.model.num_parameters(),

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fastbert import hub
 from fastbert.data.contrastive import ContrastiveDataset
-from fastbert.data.tokenizer import check_ids, copy_of, save_tokenizer, special_token_id, strings
+from fastbert.data.tokenizer import check_ids, copy_of, save_tokenizer, special_token_id, strings, text_of
 from fastbert.inference import multi_vector_files, sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector_files import FORMATS, SIMILARITIES, TASKS, QueryExpansion, Recipe
 from fastbert.inference.rerank import ranked
 from fastbert.inference.sentence_files import Dense
-from fastbert.inference.texts import batches, packed, require_prompt, token_ids
+from fastbert.inference.texts import batches, checked_prompts, packed, require_prompt, token_ids
+from fastbert.inference.vectors import require_tensor
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
 from fastbert.ops.padding import cu_seqlens_of
@@ -69,10 +70,12 @@ class MultiVectorEncoder:
             raise ValueError(f"similarity is {similarity!r}; expected {', '.join(SIMILARITIES)}")
         if not set(skip_tasks) <= set(TASKS):
             raise ValueError(f"skip_tasks is {tuple(skip_tasks)}; expected some of {', '.join(TASKS)}")
-        self.tokenizer, self.prompts, self.similarity_name = copy_of(tokenizer), dict(prompts or {}), similarity
+        self.tokenizer, self.prompts = copy_of(tokenizer), checked_prompts("MultiVectorEncoder", prompts)
+        self.similarity_name = similarity
         self.query_length, self.document_length, self.expansion = query_length, document_length, expansion
         self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
-        self.skip_words, self.skip_tasks = tuple(skip_words), tuple(skip_tasks)
+        self.skip_words = tuple(strings("MultiVectorEncoder", "skip_words", list(skip_words)))
+        self.skip_tasks = tuple(skip_tasks)
         most = min(query_length or config.max_sequence_length, config.max_sequence_length)
         if expansion is not None and not special < expansion.length <= most:
             raise ValueError(f"the expansion's length is {expansion.length}; expected {special + 1} to {most}")
@@ -190,6 +193,7 @@ class MultiVectorEncoder:
         if prompt is None and prompt_name is not None:
             require_prompt(prompt_name, self.prompts)
         prompt = self.prompts.get(prompt_name or task, "") if prompt is None else prompt
+        text_of("MultiVectorEncoder", "prompt", prompt)
         texts = [prompt + text for text in strings("MultiVectorEncoder", "texts", texts)]
         return token_ids(self.tokenizer, texts, self.length_of(task))
 
@@ -240,7 +244,8 @@ class MultiVectorEncoder:
         progress: Callable[[int], object] | None = None,
     ) -> list[dict[str, Any]]:
         """The documents, or the top_k best, best first: {"corpus_id": its index, "score": a float}, as
-        `CrossEncoder.rank`. Raises ValueError for a top_k below 1, TypeError for anything but strings."""
+        `CrossEncoder.rank`. Raises ValueError for a top_k below 1 and a score that is NaN, TypeError for anything
+        but strings."""
 
         def score(documents: list[str]) -> Tensor:
             found = self.encode_document(documents, progress=progress)
@@ -269,8 +274,13 @@ def late_scores(
     """The scores of texts by their vectors, (tokens, D) each. measure: `maxsim` or `maxsim_pairs`. no_vector: (0, D),
     for an empty list. mean: divides a score by the number of the query's vectors."""
     packed = []
-    for texts in (queries, documents):
-        vectors = torch.cat(list(texts) or [no_vector])
+    for texts in map(list, (queries, documents)):
+        for index, text in enumerate(texts):
+            require_tensor("similarity", text)
+            if text.dim() != 2 or text.shape[1] != no_vector.shape[1]:
+                shape = f"text {index} has vectors of shape {tuple(text.shape)}"
+                raise ValueError(f"similarity: {shape}; expected (tokens, {no_vector.shape[1]})")
+        vectors = torch.cat(texts or [no_vector])
         lengths = torch.tensor([len(text) for text in texts], dtype=torch.int64, device=vectors.device)
         packed += [vectors, cu_seqlens_of(lengths)]
     scores = measure(*packed)

@@ -1,6 +1,8 @@
 """Cross encoders: classifiers that read two texts together, score how well they match, and so rank documents."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +121,13 @@ def ranked(
     return_documents: bool,
 ) -> list[dict[str, Any]]:
     """What `CrossEncoder.rank` returns, and its errors. score: gives each of the documents its score, (N,)."""
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"{owner}: top_k is {top_k}; expected at least 1")
+    if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
+        raise ValueError(f"{owner}: top_k is {top_k!r}; expected an int of at least 1")
     text_of(owner, "query", query)
     documents = list(strings(owner, "documents", documents))
     scores = score(documents).tolist()
+    if wrong := [i for i, each in enumerate(scores) if math.isnan(each)]:
+        raise ValueError(f"{owner}: the score of documents[{wrong[0]}] is NaN; expected a number")
     best = sorted(range(len(scores)), key=lambda i: -scores[i])[:top_k]
     return [{"corpus_id": i, "score": scores[i]} | ({"text": documents[i]} if return_documents else {}) for i in best]
 

@@ -14,9 +14,10 @@ from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import Dense, Recipe
 from fastbert.inference.texts import TextEncoder, batches, check_length, packed
-from fastbert.inference.vectors import check_vectors, similarity
+from fastbert.inference.vectors import check_vectors, distances, similarity
 from fastbert.inference.workers import EncoderWorkers
 from fastbert.model import BertModel, class_name
+from fastbert.ops.numbers import wide
 from fastbert.pooling import check_mode, pool
 
 
@@ -201,27 +202,28 @@ class SentenceEncoder(TextEncoder):
     def similarity(self, vectors: Tensor, others: Tensor | None = None) -> Tensor:
         """(N, M): how similar vectors (N, C) are to others (M, C), or to each other; larger is more similar.
 
-        By the encoder's measure: cosines, dot products, or negative distances. Raises ValueError for other shapes.
+        By the encoder's measure: cosines, dot products, or negative distances, which are in float32 or better. Raises
+        ValueError for other shapes, TypeError unless both have one floating-point type.
         """
         if self.similarity_name == "cosine":
             return similarity(vectors, others)
         others = check_vectors(vectors, others)
         if self.similarity_name == "dot":
             return vectors @ others.T
-        p, exact = 1.0 if self.similarity_name == "manhattan" else 2.0, "donot_use_mm_for_euclid_dist"
-        return -torch.cdist(vectors, others, p=p, compute_mode=exact)  # by products, equal vectors would be apart
+        return -distances(vectors, others, 1 if self.similarity_name == "manhattan" else 2)
 
     def similarity_pairwise(self, vectors: Tensor, others: Tensor) -> Tensor:
         """(N,): how similar each row of vectors (N, C) is to the same row of others (N, C), by the encoder's measure.
 
-        Equivalent to `similarity(vectors, others).diagonal()`. Raises ValueError for other shapes.
+        Equivalent to `similarity(vectors, others).diagonal()`, and raises as it does.
         """
+        check_vectors(vectors, others, "similarity_pairwise")
         if vectors.shape != others.shape:
             shapes = f"{tuple(vectors.shape)}, others {tuple(others.shape)}"
             raise ValueError(f"similarity_pairwise: vectors has shape {shapes}; expected equal ones, (N, C)")
-        check_vectors(vectors, others)
         if self.similarity_name == "cosine":
             vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
         if self.similarity_name in ("cosine", "dot"):
             return (vectors * others).sum(-1)
-        return -torch.linalg.vector_norm(vectors - others, 1 if self.similarity_name == "manhattan" else 2, dim=-1)
+        p = 1 if self.similarity_name == "manhattan" else 2
+        return -torch.linalg.vector_norm(wide(vectors) - wide(others), p, dim=-1)

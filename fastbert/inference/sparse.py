@@ -16,7 +16,7 @@ from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import SparseRecipe
 from fastbert.inference.texts import TextEncoder, batches, check_length, packed
-from fastbert.inference.vectors import check_vectors
+from fastbert.inference.vectors import check_vectors, distances
 
 ROWS = 256  # how many sparse vectors are made dense at a time
 
@@ -173,19 +173,19 @@ class SparseEncoder(TextEncoder):
         """(N, M), dense: how similar vectors (N, V) are to others (M, V), or to each other; larger is more similar.
 
         Each may be sparse or dense. By the encoder's measure: dot products, cosines, or negative distances, for which
-        vectors are made dense. Raises ValueError for other shapes.
+        vectors are made dense. Raises ValueError for other shapes, TypeError unless both have one floating-point type.
         """
         others = check_vectors(vectors, others)
         if self.similarity_name == "cosine":
             vectors, others = _normalized(vectors), _normalized(others)
         if self.similarity_name in ("cosine", "dot"):
             return _product(vectors, others)
-        power = 1.0 if self.similarity_name == "manhattan" else 2.0
-        return -torch.cdist(vectors.to_dense(), others.to_dense(), p=power)
+        p = 1 if self.similarity_name == "manhattan" else 2
+        return -distances(vectors.to_dense(), others.to_dense(), p)
 
 
 def _check_active(count: int | None) -> int | None:
-    if count is not None and (not isinstance(count, int) or count < 1):
+    if count is not None and (not isinstance(count, int) or count is True or count < 1):
         raise ValueError(f"SparseEncoder: max_active_dims is {count!r}; expected a positive int, or None")
     return count
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.encode import COLUMNS, cut_encodings
-from fastbert.data.tokenizer import check_ids, copy_of, strings
+from fastbert.data.tokenizer import check_ids, copy_of, strings, text_of
 from fastbert.inference.sentence_files import SIMILARITIES
 from fastbert.model import Saveable, require_ours
 
@@ -37,7 +37,8 @@ class TextEncoder:
             raise ValueError(f"similarity is {similarity!r}; expected {', '.join(SIMILARITIES)}")
         self.model, self.tokenizer, self.similarity_name = model.eval(), copy_of(tokenizer), similarity
         self.max_length = min(max_length or config.max_sequence_length, config.max_sequence_length)
-        self.prompts, self.default_prompt_name = dict(prompts or {}), default_prompt_name
+        self.prompts = checked_prompts(type(self).__name__, prompts)
+        self.default_prompt_name = default_prompt_name
         self._prompt(None, default_prompt_name)
 
     def tokenize(self, texts: list[str], truncation: bool = True) -> list[list[int]]:
@@ -73,7 +74,7 @@ class TextEncoder:
 
     def _prompt(self, prompt: str | None, name: str | None) -> str:
         if prompt is not None:
-            return prompt
+            return text_of(type(self).__name__, "prompt", prompt)
         name = self.default_prompt_name if name is None else name
         if name is None:
             return ""
@@ -124,6 +125,12 @@ def packed(ids: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, 
     """input_ids, cu_seqlens and max_seqlen of tokenized texts."""
     batch = PackingCollator()([{"input_ids": text} for text in ids])
     return batch["input_ids"].to(device), batch["cu_seqlens"].to(device), batch["max_seqlen"]
+
+
+def checked_prompts(owner: str, prompts: Mapping[str, str | None] | None) -> dict[str, str]:
+    """The prompts without those that are None. Raises as `text_of` does."""
+    given = {name: prompt for name, prompt in (prompts or {}).items() if prompt is not None}
+    return {name: text_of(owner, f"prompts[{name!r}]", prompt) for name, prompt in given.items()}
 
 
 def require_prompt(name: str, prompts: Mapping[str, str]) -> None:

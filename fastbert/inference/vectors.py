@@ -1,11 +1,14 @@
 """Compares, searches and quantises embeddings."""
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fastbert.ops.numbers import wide
 
 PRECISIONS = ("float32", "float16", "int8", "uint8", "binary", "ubinary")
 
@@ -17,11 +20,18 @@ def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
     TypeError for other types; the integers of `quantize` are for indexes that read them.
     """
     others = check_vectors(vectors, others)
-    if not (vectors.is_floating_point() and vectors.dtype == others.dtype):
-        raise TypeError(
-            f"similarity: vectors are {vectors.dtype}, others {others.dtype}; expected one floating-point type"
-        )
     return F.normalize(vectors, dim=-1) @ F.normalize(others, dim=-1).T
+
+
+def distances(vectors: Tensor, others: Tensor, p: int) -> Tensor:
+    """(N, M): the p-norms of the differences, in float32 or better. Computed by products, equal vectors would be
+    apart."""
+    return torch.cdist(wide(vectors), wide(others), p=float(p), compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def check_count(caller: str, k: Any) -> None:
+    if not isinstance(k, Integral) or isinstance(k, bool) or k < 1:
+        raise ValueError(f"{caller}: k is {k!r}; expected an int of at least 1")
 
 
 def require_tensor(caller: str, given: Any) -> None:
@@ -29,15 +39,24 @@ def require_tensor(caller: str, given: Any) -> None:
         raise TypeError(f"{caller}: given a {type(given).__name__}; expected a Tensor (torch.from_numpy)")
 
 
-def check_vectors(vectors: Tensor, others: Tensor | None) -> Tensor:
+def check_vectors(vectors: Tensor, others: Tensor | None, caller: str = "similarity") -> Tensor:
     """Returns others, or vectors if others is None. Raises ValueError unless both are matrices of one width, TypeError
-    unless they are tensors."""
+    unless they are tensors of one floating-point type."""
+    others = _check_shapes(vectors, others, caller)
+    if not (vectors.is_floating_point() and vectors.dtype == others.dtype):
+        raise TypeError(
+            f"{caller}: vectors are {vectors.dtype}, others {others.dtype}; expected one floating-point type"
+        )
+    return others
+
+
+def _check_shapes(vectors: Tensor, others: Tensor | None, caller: str) -> Tensor:
     others = vectors if others is None else others
     for given in (vectors, others):
-        require_tensor("similarity", given)
+        require_tensor(caller, given)
     if vectors.dim() != 2 or others.dim() != 2 or vectors.shape[1] != others.shape[1]:
         raise ValueError(
-            f"similarity: vectors has shape {tuple(vectors.shape)}, others {tuple(others.shape)}; expected (N, C) "
+            f"{caller}: vectors has shape {tuple(vectors.shape)}, others {tuple(others.shape)}; expected (N, C) "
             "and (M, C)"
         )
     return others
@@ -58,9 +77,10 @@ def nearest(
     Equivalent to the first k columns of `measure(vectors, others).sort(descending=True, stable=True)`. Raises
     ValueError for other shapes, a k or block below 1, and a score that is NaN.
     """
-    check_vectors(vectors, others)
-    if min(k, *block) < 1:
-        raise ValueError(f"nearest: k is {k}; expected at least 1; block is {block}; expected at least (1, 1)")
+    _check_shapes(vectors, others, "nearest")
+    check_count("nearest", k)
+    if min(block) < 1:
+        raise ValueError(f"nearest: block is {block}; expected at least (1, 1)")
     found = [_nearest(rows, others, k, measure, block[1]) for rows in vectors.split(block[0])]
     scores, indices = map(torch.cat, zip(*found, strict=True))
     if len(wrong := scores.isnan().nonzero()):  # NaN counts as the largest, so it is among the best
@@ -95,7 +115,7 @@ def quantize(vectors: Tensor, precision: str, calibration: Tensor | None = None)
     "float32", "float16"; "int8" and "uint8": 256 steps between the smallest and the largest number in each column of
     calibration (M, C), to which other numbers are clamped; "binary" and "ubinary": the signs, 8 in a byte, the first in
     the highest bit, (N, ceil(C / 8)) int8 or uint8. calibration: embeddings of typical texts; None takes the vectors
-    themselves, but then the results of two calls cannot be compared. Equivalent to sentence-transformers'
+    themselves, at least two, but then the results of two calls cannot be compared. Equivalent to sentence-transformers'
     quantize_embeddings. Raises ValueError for another precision, for shapes that do not fit, for numbers that float16
     cannot hold, and (but for floats) for vectors or a calibration that are not finite; TypeError for anything but
     tensors.
@@ -126,9 +146,10 @@ def _signs(vectors: Tensor, precision: str) -> Tensor:
 
 
 def _steps(vectors: Tensor, precision: str, calibration: Tensor) -> Tensor:
-    if calibration.dim() != 2 or calibration.shape[1] != vectors.shape[1] or not len(calibration):
-        expected = f"(M, {vectors.shape[1]}), M > 0"
-        raise ValueError(f"quantize: calibration has shape {tuple(calibration.shape)}; expected {expected}")
+    if calibration.dim() != 2 or calibration.shape[1] != vectors.shape[1] or len(calibration) < 2:
+        own = " (the vectors themselves)" if calibration is vectors else ""
+        expected = f"(M, {vectors.shape[1]}), M > 1"
+        raise ValueError(f"quantize: calibration{own} has shape {tuple(calibration.shape)}; expected {expected}")
     if not calibration.isfinite().all():
         raise ValueError("quantize: calibration holds numbers that are not finite")
     least, largest = calibration.amin(0), calibration.amax(0)

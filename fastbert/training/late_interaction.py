@@ -148,6 +148,7 @@ class MaxSimNegatives:
         0 to B - 1. Raises ValueError for scores, and for fewer than two documents."""
         if scores is not None:
             raise ValueError("MaxSimNegatives: the batch has scores, which this loss does not read; expected none")
+        _check_queries("MaxSimNegatives", queries)
         if len(documents.cu_seqlens) < 3:
             raise ValueError("MaxSimNegatives: there is one document; expected at least 2, of which one is wrong")
         found = _divided(maxsim(*queries, *documents), queries, self.mean)
@@ -204,14 +205,20 @@ class MaxSimDistillation:
 def _own_scores(owner: str, queries: Texts, documents: Texts, mean: bool) -> Tensor:
     """(B, documents of a query): MaxSim. Raises ValueError for fewer than two documents of a query."""
     count, total = (len(texts.cu_seqlens) - 1 for texts in (queries, documents))
+    _check_queries(owner, queries)
     if total < 2 * count:
-        raise ValueError(f"{owner}: a query has {total // max(count, 1)} document; expected at least 2")
+        raise ValueError(f"{owner}: a query has {total // count} document; expected at least 2")
     columns = []
     for first in range(0, total, count):
         ends = documents.cu_seqlens[first : first + count + 1]
         part = documents.vectors[int(ends[0]) : int(ends[-1])]
         columns.append(maxsim_pairs(*queries, part, ends - ends[0]))
     return _divided(torch.stack(columns, 1), queries, mean)
+
+
+def _check_queries(owner: str, queries: Texts) -> None:
+    if len(queries.cu_seqlens) < 2:
+        raise ValueError(f"{owner}: there is no query; expected at least 1")
 
 
 def _divided(scores: Tensor, queries: Texts, mean: bool) -> Tensor:

@@ -163,7 +163,9 @@ def test_what_is_refused(original, tmp_path):
     both = encoder.encode(TEXTS), encoder.encode(TEXTS, sparse=False)
     with pytest.raises(ValueError, match="there are no sparse embeddings"):
         encoder.scores(*both)
-    for weights in ((1, 1), (1, -1, 1), (0, 0, 1)):
+    with pytest.raises(ValueError, match="lexical_weights: sparse has shape"):
+        encoder.lexical_weights(both[0].sparse[0])
+    for weights in ((1, 1), (1, -1, 1), (0, 0, 1), (float("inf"), 1, 1), (1, 1, float("nan"))):
         with pytest.raises(ValueError, match="weights are"):
             encoder.scores(both[0], both[0], weights)
     encoder.save_pretrained(tmp_path)

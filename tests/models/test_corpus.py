@@ -188,6 +188,7 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
         EmbeddedCorpus(out).search(encoder, encoder.encode(TEXTS), 1)
     embed_corpus(encoder, file, out, shard_rows=20)
     assert part.read_bytes() == whole
+    manifest = json.loads((out / "manifest.json").read_text())
     (out / "manifest.json").unlink()
     with pytest.raises(ValueError, match="no manifest.json"):
         embed_corpus(encoder, file, out, shard_rows=20)
@@ -196,6 +197,10 @@ def test_what_is_not_right_is_refused(encoder, file, tmp_path):
     (out / "manifest.json").write_text("{")
     with pytest.raises(ValueError, match="manifest.json is damaged"):
         EmbeddedCorpus(out)
+    for change, words in (({"rows": "80"}, "damaged: rows is '80'"), ({"shard_rows": 0}, "damaged: shard_rows is 0")):
+        (out / "manifest.json").write_text(json.dumps(manifest | change))
+        with pytest.raises(ValueError, match=f"manifest.json is {words}"):
+            EmbeddedCorpus(out)
     with pytest.raises(ValueError, match="precision is 'int8'"):
         embed_corpus(encoder, file, tmp_path / "new", precision="int8")
     with pytest.raises(ValueError, match="holds no text"):
@@ -360,13 +365,21 @@ def test_an_index_finds_what_search_finds(directory, tmp_path, measure):
 
 def test_searches_that_make_no_sense(directory, encoder, corpus):
     queries = encoder.encode(TEXTS)
-    for wrong, k in ((queries[0], 1), (queries[:, 1:], 1), (queries, 0)):
+    for wrong in (queries[0], queries[:, 1:]):
         with pytest.raises(ValueError, match="search: queries has shape"):
-            corpus.search(encoder, wrong, k)
+            corpus.search(encoder, wrong, 1)
+    with pytest.raises(ValueError, match="search: k is 0; expected an int of at least 1"):
+        corpus.search(encoder, queries, 0)
+    with pytest.raises(TypeError, match="search: queries are torch.int8; expected a floating-point type"):
+        corpus.search(encoder, queries.to(torch.int8), 1)
+    assert corpus.search(encoder, queries.half(), 1)[0].dtype == torch.float32  # stored vectors are not narrowed
     with pytest.raises(TypeError, match="search: given a ndarray; expected a Tensor"):
         corpus.search(encoder, queries.numpy(), 1)
     found = corpus.search(encoder, queries, 1)
     assert corpus.texts(found[1][:, 0]) == corpus.texts(found[1][:, 0].tolist())
+    for rows in (found[1], found[0][:, 0], ["0"]):
+        with pytest.raises(TypeError, match="texts: rows are .*; expected integers"):
+            corpus.texts(rows)
     again = pickle.loads(pickle.dumps(corpus)).search(encoder, queries, 1)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
     with pytest.raises(ValueError, match="another encoder"):

@@ -63,7 +63,8 @@ def test_nearest_never_has_all_scores():
 
     nearest(torch.randn(10, 3), torch.randn(100, 3), 5, measure, block=(4, 30))
     assert {rows for rows, _ in shapes} == {4, 2} and {columns for _, columns in shapes} == {0, 30, 10}
-    for given, words in (({"k": 0}, "k is 0; expected"), ({"k": 1, "block": (0, 1)}, r"block is \(0, 1\)")):
+    wrong = [({"k": k}, f"k is {k}; expected an int") for k in (0, 1.5, True)]
+    for given, words in (*wrong, ({"k": 1, "block": (0, 1)}, r"block is \(0, 1\)")):
         with pytest.raises(ValueError, match=f"nearest: .*{words}"):
             nearest(torch.randn(2, 3), torch.randn(2, 3), **given)
     others = torch.randn(9, 3)

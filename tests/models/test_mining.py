@@ -195,6 +195,7 @@ def test_prompts_are_put_before_texts(encoder):
         ({"a": ["b"], "negative_2": ["c"]}, {}, ValueError, "pairs has a column 'negative_2', as the negatives have"),
         ({"a": ["b"], "negative": ["c"]}, {"triplets": True}, ValueError, "pairs has a column 'negative', as"),
         (PAIRS, {"sampling": "best"}, ValueError, "sampling is 'best'; expected 'top' or 'random'"),
+        (PAIRS, {"prompt": "find: "}, TypeError, "prompt is given; expected query_prompt and corpus_prompt"),
         (PAIRS, {"corpus": "a text"}, TypeError, "corpus is a str; expected several strings"),
     ],
 )

@@ -220,7 +220,13 @@ def test_what_mteb_is_told(tmp_path, small):
     assert given.n_parameters == sum(parameter.numel() for parameter in small.model.parameters())
     other = with_options(small, dense=[Dense(48, 5)])
     assert MTEBEncoder(other, name="a/b").mteb_model_meta.revision != given.revision
-    for options in ({"pooling": "cls"}, {"normalize": False}, {"prompts": {"query": "q"}}, {"max_length": 9}):
+    for options in (
+        {"pooling": "cls"},
+        {"normalize": False},
+        {"prompts": {"query": "q"}},
+        {"max_length": 9},
+        {"similarity": "dot"},
+    ):
         assert MTEBEncoder(with_options(small, **options), name="a/b").mteb_model_meta.revision != given.revision
     with torch.no_grad():
         (other := with_options(small)).model.encoder.layer[2].output.dense.bias[0] += 1e-6

@@ -437,6 +437,24 @@ def test_values_that_are_refused():
         made.encode_document("a")
     with pytest.raises(ValueError, match="top_k is 0"):
         made.rank("a", ["b"], top_k=0)
+    vectors = made.encode_document(["a", "b"])
+    for wrong, error, words in (
+        ([vectors[0].numpy()], TypeError, "given a ndarray; expected a Tensor"),
+        ([vectors[0], vectors[1][:, 1:]], ValueError, "text 1 has vectors of shape"),
+    ):
+        with pytest.raises(error, match=f"similarity: {words}"):
+            made.similarity(vectors, wrong)
+    assert torch.equal(made.similarity(iter(vectors), iter(vectors)), made.similarity(vectors, vectors))
+    for options, words in (
+        ({"prompts": {"query": 3}}, r"prompts\['query'\] is a int"),
+        ({"skip_words": [3]}, "skip_words"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            small(**options)
+    with torch.no_grad():
+        made.model.embeddings.word_embeddings.weight[made.tokenizer.encode("b").ids[1]] = torch.nan
+    with pytest.raises(ValueError, match=r"the score of documents\[1\] is NaN"):
+        made.rank("a", ["a", "b"])
     with pytest.raises(ValueError, match="task is 'passage'"):
         made.tokenize(["a"], "passage")
     with pytest.raises(ValueError, match="the encoder has a pooler"):

@@ -213,7 +213,8 @@ def test_what_are_no_pairs_is_refused(small, pairs, error, words):
 def test_what_cannot_be_ranked_is_refused(small):
     made = small()
     for arguments, error, words in (
-        ((QUERY, DOCUMENTS, 0), ValueError, "top_k is 0; expected at least 1"),
+        ((QUERY, DOCUMENTS, 0), ValueError, "top_k is 0; expected an int of at least 1"),
+        ((QUERY, DOCUMENTS, 1.5), ValueError, "top_k is 1.5; expected an int"),
         ((QUERY, "one text"), TypeError, "documents is a str; expected several strings"),
         ((QUERY, [None]), TypeError, r"documents\[0\] is a NoneType"),
         ((None, []), TypeError, "query is a NoneType; expected a string"),

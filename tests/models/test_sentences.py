@@ -326,6 +326,7 @@ def test_quantize_refuses():
         ((vectors, "int8", torch.randn(4, 7)), r"calibration has shape \(4, 7\); expected \(M, 8\)"),
         ((vectors / 0, "binary"), "not finite"),
         ((vectors, "int8", vectors / 0), "calibration holds numbers that are not finite"),
+        ((vectors[:1], "int8"), r"calibration \(the vectors themselves\) has shape \(1, 8\); expected \(M, 8\), M > 1"),
     ):
         with pytest.raises(ValueError, match=words):
             quantize(*arguments)
@@ -337,9 +338,14 @@ def test_what_does_not_fit_is_refused(tmp_path, encoder):
         ({"pooling": ()}, "pooling is empty"),
         ({"similarity": "jaccard"}, "similarity is 'jaccard'; expected cosine"),
         ({"default_prompt_name": "query"}, "there is no prompt 'query'; this encoder has none"),
+        ({"default_prompt_name": "query", "prompts": {"query": None}}, "there is no prompt 'query'"),
     ):
         with pytest.raises(ValueError, match=words):
             small(encoder, **options)
+    with pytest.raises(TypeError, match=r"prompts\['query'\] is a int; expected a string"):
+        small(encoder, prompts={"query": 3})
+    with pytest.raises(TypeError, match="prompt is a int; expected a string"):
+        encoder.encode(["a"], prompt=3)
     made = small(encoder, dense=[Dense(TINY.hidden_size, 4)])
     for options, words in (
         ({"truncate_dim": 5}, "truncate_dim is 5; expected 1 to 4"),
@@ -615,6 +621,19 @@ def test_what_cannot_be_compared_is_refused():
     for other in (quantize(vectors, "int8"), quantize(vectors, "float16")):
         with pytest.raises(TypeError, match="expected one floating-point type"):
             similarity(vectors, other)
+
+
+@pytest.mark.parametrize("measure", ["cosine", "dot", "euclidean", "manhattan"])
+def test_integers_and_mixed_types_are_not_compared(encoder, measure):
+    other = SentenceEncoder(encoder.model, encoder.tokenizer, similarity=measure, normalize=False)
+    vectors = torch.randn(3, 8)
+    integers = quantize(vectors, "int8")
+    for one, two in ((integers, integers), (vectors, vectors.half())):
+        for compare in (other.similarity, other.similarity_pairwise):
+            with pytest.raises(TypeError, match="similarity.*; expected one floating-point type"):
+                compare(one, two)
+    halves = other.similarity(vectors.half()), other.similarity_pairwise(vectors.half(), vectors.half().flip(0))
+    assert all(found.isfinite().all() for found in halves)
 
 
 def test_what_a_directory_says_may_be_replaced(tmp_path, encoder):

@@ -208,6 +208,10 @@ def test_similarities(encoder, measure):
         found = encoder.similarity(one, other)
         assert found.layout == torch.strided and (found - expected).abs().max() <= 1e-12 * expected.abs().max()
     assert encoder.similarity(b).shape == (4, 4)
+    many = torch.rand(40, 99)
+    assert p is None or torch.equal(encoder.similarity(many).diagonal(), torch.zeros(40))
+    with pytest.raises(TypeError, match="expected one floating-point type"):
+        encoder.similarity(a, b.float())
 
 
 def test_accelerated_sentence_transformers(tmp_path, encoder):

@@ -198,10 +198,12 @@ def test_training_learns(tmp_path):
 def test_what_is_refused():
     one = Texts(torch.randn(3, 4), cu_seqlens_of(torch.tensor([3])))
     several = Texts(torch.randn(5, 4), cu_seqlens_of(torch.tensor([2, 3])))
-    scores = torch.rand(1, 2)
+    none, scores = Texts(torch.randn(0, 4), cu_seqlens_of(torch.tensor([], dtype=torch.int64))), torch.rand(1, 2)
     for loss, arguments, words in (
         (MaxSimNegatives(), (one, several, scores), "the batch has scores, which this loss does not read"),
         (MaxSimNegatives(), (one, one), "there is one document"),
+        (MaxSimNegatives(), (none, several), "there is no query"),
+        (MaxSimDistillation(), (none, none, torch.rand(0, 2)), "there is no query"),
         (MaxSimMargins(), (one, one, scores), "a query has 1 document; expected at least 2"),
         (MaxSimMargins(), (one, several), r"the batch has no scores; expected \(1, 2\) or \(1, 1\) or \(1,\)"),
         (MaxSimDistillation(), (one, several, torch.rand(1)), r"scores have shape \(1,\); expected \(1, 2\)"),
