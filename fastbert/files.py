@@ -46,6 +46,15 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
     _sync_names(path.parent)
 
 
+def require_readable(paths: Iterable[Path]) -> None:
+    """Raises OSError if one cannot be opened, so that a missing file is found before hours of work on those before it.
+    Pipes and devices are not opened, because what they hold would be lost."""
+    for path in paths:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            path.open("rb").close()
+
+
 def remove_leftovers(paths: Iterable[Path]) -> None:
     """Removes files and folders that killed processes have left: those not written to for a day."""
     for path in paths:

@@ -42,8 +42,9 @@ def new_key(device: torch.device | str | None = None) -> Tensor:
 
 def site_key(rng: Tensor, site: int) -> Tensor:
     """The key of one site: rng + site * GOLDEN modulo 2**64, as int64."""
-    offset = site * GOLDEN % 2**64
-    return rng + (offset - 2**64 if offset >= 2**63 else offset)
+    # In halves: the number may be symbolic, and Inductor computes products of such without wrapping.
+    number = torch.full_like(rng, site)
+    return rng + (((number * (GOLDEN >> 32) & _LOW) << 32) + number * (GOLDEN & _LOW))
 
 
 def philox(counter: tuple[Tensor | int, Tensor | int, Tensor | int, Tensor | int], key: Tensor) -> tuple[Tensor, ...]:

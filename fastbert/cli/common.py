@@ -100,12 +100,17 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
     return texts
 
 
-def lines(path: Path) -> list[str]:
-    """All texts of a file, or with "-" of stdin, blank lines included, so that row i of an array belongs to line i."""
+def stream(path: Path) -> Iterator[str]:
+    """The texts of a file, or with "-" of stdin, one after the other."""
     from fastbert.data.corpus import texts_in
     from fastbert.data.rows import texts_of_file
 
-    texts = list(texts_in("stdin", sys.stdin.buffer) if str(path) == "-" else texts_of_file(path))
+    return texts_in("stdin", sys.stdin.buffer) if str(path) == "-" else texts_of_file(path)
+
+
+def lines(path: Path) -> list[str]:
+    """All texts of a file, or with "-" of stdin, blank lines included, so that row i of an array belongs to line i."""
+    texts = list(stream(path))
     if not any(text.strip() for text in texts):
         raise ValueError(f"{path} holds no text")
     return texts

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from fastbert.cli.common import TEXT_FILE
+from fastbert.cli.common import TEXT_FILE, stream
 from fastbert.cli.progress import progress
+from fastbert.files import require_readable
 
 
 def add(commands) -> None:
@@ -28,10 +29,10 @@ def add(commands) -> None:
 
 def _prepare(args: argparse.Namespace) -> None:
     from fastbert.data import Filtered, get_tokenizer, write_tokens
-    from fastbert.data.rows import texts_of_file
 
+    require_readable(path for path in args.text if str(path) != "-")
     with progress("preparing") as advance:
-        texts = chain.from_iterable(map(texts_of_file, args.text))
+        texts = chain.from_iterable(map(stream, args.text))
         kept = Filtered(_counted(texts, advance), *_filters(args))
         write_tokens(kept, get_tokenizer(args.tokenizer), args.output)
     counts = json.loads((args.output / "tokens.json").read_text())

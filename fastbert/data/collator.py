@@ -115,9 +115,12 @@ class PackingCollator:
         self._epoch.fill_(epoch)
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
-        """Makes the batch. Raises ValueError for examples that are too long or inconsistent."""
+        """Makes the batch. Raises ValueError for examples that are too long or inconsistent, TypeError for others."""
         if not examples:
             raise ValueError("PackingCollator: expected at least one example")
+        if not isinstance(examples[0], Mapping):
+            given = f"PackingCollator: an example is a {type(examples[0]).__name__}"
+            raise TypeError(f"{given}; expected a mapping with input_ids, as data sets of tokenised texts give")
         lengths = torch.tensor([len(example["input_ids"]) for example in examples])
         tokens = {name: _flat(name, column_of(name, examples), lengths) for name in _OF_TOKENS}
         if self.whole_words:
@@ -213,7 +216,7 @@ def _numbered(rows: list | None) -> list | None:
     """word_ids with -1 in place of None, which tokenizers give to special tokens."""
     if rows is None:
         return None
-    return [[-1 if word is None else word for word in row] if isinstance(row, list) else row for row in rows]
+    return [[-1 if word is None else word for word in row] if isinstance(row, (list, tuple)) else row for row in rows]
 
 
 def _flat(name: str, rows: list | None, lengths: Tensor) -> Tensor | None:

@@ -9,12 +9,13 @@ A directory holds
 - tokenizer.json, tokenizer_config.json: the tokenizer that was used (`get_tokenizer` reads the directory)
 """
 
+import glob
 import gzip
 import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +28,7 @@ from torch.utils.data import Dataset
 
 from fastbert.data.encode import NO_WORD, encodings, vocabulary_hash
 from fastbert.data.tokenizer import Counted, continuation_prefix, copy_of, get_tokenizer, save_tokenizer, text_of
-from fastbert.files import write_text
+from fastbert.files import remove_leftovers, require_readable, write_text
 from fastbert.warn import warn
 
 # ---- text
@@ -67,10 +68,11 @@ def _whole(path: str | Path, file: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Column:
-    """A .npy file written as a stream. NumPy pads its header, so there is room for the length, written at the end."""
+    """A .npy file written as a stream. NumPy pads its header, so there is room for the length, written at the end.
+    Raises OSError with the path if writing fails."""
 
     def __init__(self, path: Path, dtype: type) -> None:
-        self.dtype, self.count = np.dtype(dtype), 0
+        self.path, self.dtype, self.count = path, np.dtype(dtype), 0
         self.file = open(path, "wb")  # closed by close()
         self.begin = self._header()
 
@@ -81,7 +83,8 @@ class _Column:
 
     def append(self, values: Sequence[int] | np.ndarray) -> None:
         values = np.asarray(values, self.dtype)
-        self.file.write(values.tobytes())
+        with self._named():
+            self.file.write(values.tobytes())
         self.count += len(values)
 
     def close(self) -> None:
@@ -91,11 +94,18 @@ class _Column:
         self.file.flush()
         os.fsync(self.file.fileno())
 
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
     def __enter__(self) -> "_Column":
         return self
 
     def __exit__(self, kind: type | None, *error: Any) -> None:
-        with self.file:
+        with self._named(), self.file:
             if kind is None:
                 self.close()
 
@@ -106,13 +116,17 @@ def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: 
     texts: a string is a text, a Path is a UTF-8 file with one text a line. Texts without tokens (empty lines) are
     skipped, and one warning counts them. A text is tokenised in one piece: pass paragraphs rather than books.
     directory: must not exist; it is written within a temporary directory beside it, whose name ends in ".part", and
-    moved into place when complete. Raises FileExistsError, FileNotFoundError, ValueError for a file that is not UTF-8
-    or if no text has tokens, and TypeError for texts of another type.
+    moved into place when complete. What a killed run has left there is removed after a day. Raises FileExistsError,
+    FileNotFoundError, OSError that names the file if writing fails, ValueError for a file that is not UTF-8 or if no
+    text has tokens, and TypeError for texts of another type.
     """
     directory, tokenizer = Path(directory), copy_of(tokenizer)
     if directory.exists():
         raise FileExistsError(f"write_tokens: there is a {directory}; expected a new directory")
+    if isinstance(texts, (list, tuple)):
+        require_readable(each for each in texts if isinstance(each, Path))
     directory.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(directory.parent.glob(f"{glob.escape(directory.name)}.*.part"))
     with TemporaryDirectory(prefix=f"{directory.name}.", suffix=".part", dir=directory.parent) as part:
         whole = Path(part) / directory.name
         whole.mkdir()

@@ -129,7 +129,7 @@ def create_dataloader(
     (halved batches of three, or of two, have one nonetheless).
     options: for DataLoader (num_workers, pin_memory, ...).
     Raises ValueError unless exactly one of batch_size and max_tokens is given, for drop_last with max_tokens, and as
-    the samplers do.
+    the samplers do; TypeError for a stream and for examples that are no mappings.
     """
     if (batch_size is None) == (max_tokens is None):
         raise ValueError(
@@ -141,6 +141,9 @@ def create_dataloader(
         rank, world_size = _process()
     elif rank is None or world_size is None:
         raise ValueError(f"create_dataloader: rank is {rank}, world_size is {world_size}; expected both or neither")
+    if not hasattr(dataset, "__len__"):
+        given = f"create_dataloader: a {type(dataset).__name__} has no length"
+        raise TypeError(f"{given}; for a stream: DataLoader(dataset, batch_size, collate_fn=collator)")
     settings = {"shuffle": shuffle, "seed": seed, "rank": rank, "world_size": world_size}
     settings["min_examples"] = getattr(collator, "min_examples", 1)
     if batch_size is not None:
@@ -160,6 +163,9 @@ def _process() -> tuple[int, int]:
 def _lengths(dataset: Dataset) -> Sequence[int] | torch.Tensor:
     if hasattr(dataset, "lengths"):
         return dataset.lengths
+    if len(dataset) and not isinstance(dataset[0], Mapping):
+        given = f"create_dataloader: dataset[0] is a {type(dataset[0]).__name__}"
+        raise TypeError(f"{given}; expected a mapping with input_ids, as MLMDataset(texts, tokenizer) gives")
     return [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
 
 

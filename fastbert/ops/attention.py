@@ -254,7 +254,7 @@ def fake_forward(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site):
 
 FWD = Primitive(
     "attention_fwd",
-    "(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, int site)"
+    "(Tensor qkv, Tensor cu_seqlens, SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, SymInt site)"
     " -> (Tensor out, Tensor lse)",
     fake_forward,
     forward,
@@ -263,7 +263,7 @@ FWD = Primitive(
 BWD = Primitive(
     "attention_bwd",
     "(Tensor dout, Tensor qkv, Tensor out, Tensor lse, Tensor cu_seqlens, SymInt max_seqlen, float scale,"
-    " float dropout_p, Tensor? rng, int site) -> Tensor dqkv",
+    " float dropout_p, Tensor? rng, SymInt site) -> Tensor dqkv",
     lambda dout, qkv, *rest: qkv.new_empty(qkv.shape),
     _backward,
     also=("varlen",),

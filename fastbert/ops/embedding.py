@@ -107,7 +107,7 @@ _INPUTS = (
 )
 FWD = Primitive(
     "embedding_fwd",
-    f"({_INPUTS}Tensor bias, Tensor? rng, float eps, float dropout_p, int site)"
+    f"({_INPUTS}Tensor bias, Tensor? rng, float eps, float dropout_p, SymInt site)"
     " -> (Tensor y, Tensor mean, Tensor rstd)",
     _fake_forward,
     _forward,
@@ -115,7 +115,7 @@ FWD = Primitive(
 BWD = Primitive(
     "embedding_bwd",
     f"(Tensor dy, {_INPUTS}Tensor mean, Tensor rstd, Tensor? rng,"
-    " float dropout_p, int site, int padding_idx, bool[] need)"  # need: word, position, token type, LayerNorm
+    " float dropout_p, SymInt site, int padding_idx, bool[] need)"  # need: word, position, token type, LayerNorm
     " -> (Tensor dword, Tensor dposition, Tensor dtoken_type, Tensor dweight, Tensor dbias)",
     _fake_backward,
     _backward,

@@ -175,8 +175,8 @@ def _fake_backward(dy, hidden, context, parameters, saved, cu_seqlens, slots, ke
 # may follow each other; each layer has three dropout sites, and the tables are the same.
 _SETTINGS = (
     "Tensor? cu_seqlens, Tensor? slots, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias,"
-    " Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p, float down_p, int site,"
-    " str approximate, ScalarType dtype, float out_eps, float down_eps"
+    " Tensor? rng, SymInt max_seqlen, int heads, float scale, float attention_p, float out_p, float down_p,"
+    " SymInt site, str approximate, ScalarType dtype, float out_eps, float down_eps"
 )
 FWD = Primitive(
     "encoder_layer_fwd",

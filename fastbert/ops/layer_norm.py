@@ -155,14 +155,14 @@ BWD = Primitive(
 ADD_FWD = Primitive(
     "add_layer_norm_fwd",
     "(Tensor x, Tensor residual, Tensor weight, Tensor bias, Tensor? x_bias, Tensor? rng,"
-    " float eps, float dropout_p, int site) -> (Tensor y, Tensor mean, Tensor rstd)",
+    " float eps, float dropout_p, SymInt site) -> (Tensor y, Tensor mean, Tensor rstd)",
     _fake_add_forward,
     _add_forward,
 )
 ADD_BWD = Primitive(
     "add_layer_norm_bwd",
     "(Tensor dy, Tensor x, Tensor residual, Tensor weight, Tensor mean, Tensor rstd, Tensor? x_bias, Tensor? rng,"
-    " float dropout_p, int site, bool need_dparams)"
+    " float dropout_p, SymInt site, bool need_dparams)"
     " -> (Tensor dx, Tensor dresidual, Tensor dweight, Tensor dbias, Tensor dx_bias)",
     _fake_add_backward,
     _add_backward,

@@ -101,7 +101,7 @@ def _fake_backward(dout, qkv, out, lse, slots, keys, queries, bias, *rest):
 
 _SHARED = (
     "Tensor slots, Tensor? position_keys, Tensor? position_queries, Tensor? position_bias, Tensor cu_seqlens,"
-    " SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, int site"
+    " SymInt max_seqlen, float scale, float dropout_p, Tensor? rng, SymInt site"
 )
 FWD = Primitive(
     "relative_attention_fwd", f"(Tensor qkv, {_SHARED}) -> (Tensor out, Tensor lse)", _fake_forward, _forward

@@ -5,9 +5,11 @@ import json
 import os
 import pickle
 import re
+import resource
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -145,6 +147,31 @@ write_tokens(texts(), get_tokenizer(minilm()), sys.argv[1])
     assert run.returncode == -signal.SIGKILL
     assert not (tmp_path / "tokens").exists() and all(name.endswith(".part") for name in os.listdir(tmp_path))
     assert len(write_tokens(["a cat"], WORDPIECE, tmp_path / "tokens")) == 1  # what it left behind does no harm
+
+
+def test_what_killed_writers_left_goes_after_a_day(tmp_path):
+    old, new, other = (tmp_path / name for name in ("tokens.a.part", "tokens.b.part", "more.a.part"))
+    for directory in (old, new, other):
+        (directory / "tokens").mkdir(parents=True)
+    for directory in (old, other):
+        os.utime(directory, (0, time.time() - 90000))
+    write_tokens(["a"], WORDPIECE, tmp_path / "tokens")
+    assert not old.exists() and new.exists() and other.exists()
+
+
+def test_a_missing_file_is_found_first_and_a_full_disk_names_the_file(tmp_path):
+    tokens = lambda texts: write_tokens(texts, WORDPIECE, tmp_path / "tokens")  # noqa: E731
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(FileNotFoundError, match="nothing.txt"):
+        tokens([tmp_path / "bad.txt", tmp_path / "nothing.txt"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: '.*tokens\.npy'"):
+            tokens("cat dog " * 100 for _ in range(2000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "tokens").exists()
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -425,6 +452,18 @@ def test_a_classifier_from_texts(packed):
 def test_loaders_that_make_no_sense_are_refused(more, words):
     with pytest.raises(ValueError, match=words):
         create_mlm_dataloader(PASSAGES, WORDPIECE, **more)
+
+
+def test_data_of_another_kind_is_refused():
+    stream = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(())})()
+    for dataset, sizes, words in (
+        (stream, {"batch_size": 4}, r"a Stream has no length; for a stream: DataLoader\(dataset"),
+        (["a text"], {"max_tokens": 90}, r"dataset\[0\] is a str; expected a mapping"),
+    ):
+        with pytest.raises(TypeError, match=f"create_dataloader: {words}"):
+            create_dataloader(dataset, PackingCollator(), **sizes)
+    with pytest.raises(TypeError, match="PackingCollator: an example is a str; expected a mapping"):
+        next(iter(create_dataloader(["a text"], PackingCollator(), 1)))
 
 
 def test_accelerate_tells_the_epoch_of_shared_batches(corpus, accelerate):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from small_models import (
+    CONFIGS,
     DEVICE,
     TINY,
     assert_gradients,
@@ -246,6 +247,41 @@ def test_compiles_to_one_graph(kind, training):
         for a, b in zip(*results, strict=True):
             assert (a - b).abs().max() <= 1e-6 * largest  # padded graphs keep padding rows: other sums
     assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize("family", ["bert", "deberta-v2"])
+def test_layers_that_are_compiled_one_by_one_share_graphs(family):
+    """Ten layers, more than torch._dynamo's recompile_limit, whose dropout sites differ."""
+    changes = {"num_hidden_layers": 10, "hidden_dropout_prob": 0.1}
+    config = BertConfig.from_dict({**TINY.to_dict(), "model_type": family, **CONFIGS.get(family, {}), **changes})
+    model = BertModel(config).to(DEVICE).double()
+    compiled, counter = copy.deepcopy(model), CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    for layer in compiled.encoder.layer:
+        layer.compile(backend=counter)
+    for length in (16, 20, 24):
+        ids, found = torch.randint(5, 99, (2, length), device=DEVICE), []
+        for each in (model, compiled):
+            torch.manual_seed(3)
+            each.zero_grad()
+            each(ids).last_hidden_state.sin().sum().backward()
+            found.append([parameter.grad for parameter in each.encoder.parameters()])
+        largest = max(float(grad.abs().max()) for grad in found[0])
+        assert all((one - two).abs().max() <= 1e-12 * largest for one, two in zip(*found, strict=True))
+    assert counter.frame_count <= 4
+
+
+def test_a_layer_that_runs_several_times_compiles_with_every_size_symbolic():
+    config = BertConfig.from_dict({"model_type": "albert", "vocab_size": 99, **CONFIGS["albert"]})
+    model, ids = BertModel(config).to(DEVICE).double().train(), torch.randint(5, 99, (2, 7), device=DEVICE)
+    torch._dynamo.reset()
+    found = []
+    for run in (model, torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(3)
+        model.zero_grad()
+        run(ids).last_hidden_state.sin().sum().backward()
+        found.append(model.encoder.layer[0].intermediate.dense.weight.grad.clone())
+    assert (found[0] - found[1]).abs().max() <= 1e-12 * found[0].abs().max()
 
 
 def test_parts_in_training_mode_draw_a_key_and_parts_without_dropout_leave_the_generator_alone():

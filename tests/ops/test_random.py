@@ -89,3 +89,11 @@ def test_threshold(p, bits, dropped):
 def test_probabilities_that_bits_cannot_express_are_refused(p, bits):
     with pytest.raises(ValueError, match="dropout_p is"):
         random.threshold(p, bits)
+
+
+def test_inductor_computes_the_keys_of_sites_that_are_symbolic():
+    """Its symbolic arithmetic does not wrap as the key does."""
+    rng = random.new_key()
+    compiled = torch.compile(random.site_key, dynamic=True)
+    for site in (1, 36, random.CONVOLUTION_SITE, random.position_site(23)):
+        assert torch.equal(compiled(rng, site), random.site_key(rng, site))

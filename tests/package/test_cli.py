@@ -421,7 +421,7 @@ def test_lines_are_those_of_read_texts(models, capsys, tmp_path):
         assert [entry["text"] for entry in found] == list(read_texts(tmp_path / name)) == ["a\rb", "another"]
 
 
-def test_the_ending_of_a_file_says_where_its_texts_are(models, capsys, tmp_path):
+def test_the_ending_of_a_file_says_where_its_texts_are(models, capsys, tmp_path, monkeypatch):
     """For `prepare`, too, which makes a corpus of them."""
     directory, found, tokens = models / HEADS[1], [], []
     for name, content in (("x.jsonl", '{"text": "a mat"}\n{"text": "a cat"}\n'), ("x", "a mat\na cat\n")):
@@ -431,6 +431,10 @@ def test_the_ending_of_a_file_says_where_its_texts_are(models, capsys, tmp_path)
         assert run(capsys, "prepare", "--text", tmp_path / name, "--tokenizer", directory, "--output", output)[0] == 0
         tokens.append([example["input_ids"].tolist() for example in TokenFile(output, 24)])
     assert found[0] == found[1] and tokens[0] == tokens[1] and len(tokens[0]) == len(found[0]) == 2
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a mat\na cat\n")))
+    output = tmp_path / "tokens of stdin"
+    assert run(capsys, "prepare", "--text", "-", "--tokenizer", directory, "--output", output)[0] == 0
+    assert [example["input_ids"].tolist() for example in TokenFile(output, 24)] == tokens[0]
 
 
 def test_passages_of_a_file_rank_by_the_encoder_s_own_measure(models, capsys, tmp_path):
