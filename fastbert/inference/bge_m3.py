@@ -21,6 +21,7 @@ from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.multi_vector import late_scores
 from fastbert.inference.rerank import pairs_of
+from fastbert.inference.sparse import products
 from fastbert.inference.texts import batches, packed, token_ids
 from fastbert.maxsim import maxsim, maxsim_pairs
 from fastbert.model import BertModel
@@ -220,7 +221,7 @@ class M3Encoder:
         """
         self._check(queries, documents, weights)
         dense = queries.dense @ documents.dense.T
-        sparse = torch.sparse.mm(queries.sparse, documents.sparse.transpose(0, 1)).to_dense()
+        sparse = products(queries.sparse, documents.sparse)
         return _combined(dense, sparse, self._late(maxsim, queries, documents), weights)
 
     def compute_score(

@@ -124,7 +124,7 @@ def _check(model: Saveable, path: Path, format: str) -> None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silences the exporter's messages about torchvision and its internals."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir")]
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

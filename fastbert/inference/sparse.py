@@ -179,7 +179,7 @@ class SparseEncoder(TextEncoder):
         if self.similarity_name == "cosine":
             vectors, others = _normalized(vectors), _normalized(others)
         if self.similarity_name in ("cosine", "dot"):
-            return _product(vectors, others)
+            return products(vectors, others)
         p = 1 if self.similarity_name == "manhattan" else 2
         return -distances(vectors.to_dense(), others.to_dense(), p)
 
@@ -208,7 +208,7 @@ def _normalized(vectors: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(vectors.indices(), values, vectors.shape, is_coalesced=True, check_invariants=False)
 
 
-def _product(vectors: Tensor, others: Tensor) -> Tensor:
+def products(vectors: Tensor, others: Tensor) -> Tensor:
     """(N, M): (N, V) times the transpose of (M, V). If both are sparse, ROWS rows of (N, V) are dense at a time."""
     if others.layout == torch.strided:
         return (vectors if vectors.layout == torch.strided else vectors.to_sparse_coo()) @ others.T
