@@ -135,7 +135,7 @@ def test_results_name_commit_versions_and_machine_but_no_host_and_no_path(tmp_pa
     head, lines = read(path)
     assert {json.dumps(found["case"]) for found in lines} == {json.dumps(spec.facts()) for _, spec in chosen(*ROW_OPS)}
     assert head["seed"] == 5 and head["ceilings"]["float32"]["bandwidth"] > 0 and head["load"] >= 0
-    assert head["versions"]["torch"] == torch.__version__ and head["versions"]["fastbert"]
+    assert torch.__version__.startswith(head["versions"]["torch"]) and head["versions"]["fastbert"]
     assert f"{torch.get_num_threads()} threads" in head["machine"] and len(head) <= 12
     assert {"commit", "dirty", "date", "command"} <= head.keys()
     assert all(word not in path.read_text() for word in (socket.gethostname(), str(ROOT), str(tmp_path)))
