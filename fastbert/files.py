@@ -28,8 +28,8 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         with path.open("wb") as file:
             yield file
         return
-    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
-    remove_leftovers(path.parent.glob(f"{glob.escape(path.name)}.*.part"))
+    part = _part_of(path)
+    remove_leftovers(path)
     try:
         with part.open("xb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -55,12 +55,31 @@ def require_readable(paths: Iterable[Path]) -> None:
             path.open("rb").close()
 
 
-def remove_leftovers(paths: Iterable[Path]) -> None:
-    """Removes files and folders that killed processes have left: those not written to for a day."""
-    for path in paths:
+@contextmanager
+def part_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`, for what will take its place once it is whole. It is removed when the block ends."""
+    remove_leftovers(path)
+    part = _part_of(path)
+    part.mkdir()
+    try:
+        yield part
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _part_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Removes what killed processes have left: files and folders of this module beside `path` in which nothing was
+    written for a day."""
+    named = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         with suppress(OSError):  # another process may be quicker
-            if time.time() - path.stat().st_mtime > 86400:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            written = max(each.stat().st_mtime for each in (left, *left.rglob("*")))
+            if named.fullmatch(left.name) and time.time() - written > 86400:
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _system_error(error: BaseException, part: Path) -> OSError | None:

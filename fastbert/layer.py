@@ -574,7 +574,7 @@ def _settings(
         if p:
             checks.dropout("encoder_layer", p, rng, hidden.device, bits)
     heads, scaling, form, *eps = _facts(parts)
-    # float() lets torch.compile(dynamic=True) read them here. From torch 2.13 on, a number that it first reads within an
+    # float() lets torch.compile(dynamic=True) read them here. From torch 2.13 on, a number that it first reads in an
     # autograd.Function fails in the next one, and ALBERT runs a layer several times.
     scaling, *eps = [float(number) for number in (scaling, *eps)]
     return Settings(packing.max_seqlen, heads, scaling, *rates, random.layer_sites(turn)[0], form, dtype, *eps)

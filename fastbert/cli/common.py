@@ -105,7 +105,11 @@ def stream(path: Path) -> Iterator[str]:
     from fastbert.data.corpus import texts_in
     from fastbert.data.rows import texts_of_file
 
-    return texts_in("stdin", sys.stdin.buffer) if str(path) == "-" else texts_of_file(path)
+    if str(path) != "-":
+        return texts_of_file(path)
+    if sys.stdin is None:
+        raise ValueError("stdin is closed; expected texts, one a line")
+    return texts_in("stdin", sys.stdin.buffer)
 
 
 def lines(path: Path) -> list[str]:

@@ -30,6 +30,8 @@ def add(commands) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     from fastbert.data import Filtered, get_tokenizer, write_tokens
 
+    if sum(str(path) == "-" for path in args.text) > 1:
+        raise ValueError("--text has - twice; expected it once, because stdin ends")
     require_readable(path for path in args.text if str(path) != "-")
     with progress("preparing") as advance:
         texts = chain.from_iterable(map(stream, args.text))

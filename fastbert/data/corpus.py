@@ -9,7 +9,6 @@ A directory holds
 - tokenizer.json, tokenizer_config.json: the tokenizer that was used (`get_tokenizer` reads the directory)
 """
 
-import glob
 import gzip
 import json
 import os
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ from torch.utils.data import Dataset
 
 from fastbert.data.encode import NO_WORD, encodings, vocabulary_hash
 from fastbert.data.tokenizer import Counted, continuation_prefix, copy_of, get_tokenizer, save_tokenizer, text_of
-from fastbert.files import remove_leftovers, require_readable, write_text
+from fastbert.files import part_folder, require_readable, write_text
 from fastbert.warn import warn
 
 # ---- text
@@ -126,12 +124,9 @@ def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: 
     if isinstance(texts, (list, tuple)):
         require_readable(each for each in texts if isinstance(each, Path))
     directory.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(directory.parent.glob(f"{glob.escape(directory.name)}.*.part"))
-    with TemporaryDirectory(prefix=f"{directory.name}.", suffix=".part", dir=directory.parent) as part:
-        whole = Path(part) / directory.name
-        whole.mkdir()
-        _write(_texts(texts), tokenizer, whole)
-        os.replace(whole, directory)
+    with part_folder(directory) as part:
+        _write(_texts(texts), tokenizer, part)
+        os.replace(part, directory)
     return TokenFile(directory)
 
 

@@ -25,10 +25,18 @@ HARMLESS = frozenset(
 )
 
 
+# Keywords that change the weights, and that transformers' SDPA computes, once `register` has looked.
+_for_sdpa: frozenset[str] = frozenset()
+
+
 def register() -> str:
+    global _for_sdpa
     from transformers import AttentionInterface
+    from transformers.integrations import sdpa_attention
     from transformers.masking_utils import AttentionMaskInterface
 
+    # The first versions ignored it.
+    _for_sdpa = frozenset(["position_bias"] if hasattr(sdpa_attention, "create_position_bias_mask") else [])
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)  # without a mask function, transformers passes no mask at all
     return NAME
@@ -59,7 +67,7 @@ def attention(
     """The attention function for transformers: query, key and value (B, H, S, D) to the output, (B, S, H, D), and the
     attention weights if `output_attentions` asks for them. Raises ValueError for keywords that it does not know."""
     given = {name for name, value in kwargs.items() if value is not None}
-    if unknown := given - HARMLESS - _for_sdpa():
+    if unknown := given - HARMLESS - _for_sdpa:
         raise ValueError(
             f"fastbert: {type(module).__name__} passes {', '.join(sorted(unknown))} to its attention, which fastbert's "
             'does not know; use another one, as with set_attn_implementation("eager")'
@@ -68,7 +76,7 @@ def attention(
     packing = attention_mask
     if packing is None and not causal:
         packing = padding.plan(None, query.shape[0], query.shape[2], query.device)
-    theirs = causal or _may_cross(module) or not given.isdisjoint(_for_sdpa())
+    theirs = causal or _may_cross(module) or not given.isdisjoint(_for_sdpa)
     if theirs or not _serves(packing, query, key, value, dropout):
         return _sdpa(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     qkv = packing.pack(torch.stack([x.transpose(1, 2) for x in (query, key, value)], 2))  # (T, 3, H, D)
@@ -82,13 +90,6 @@ def attention(
     if not kwargs.get("output_attentions"):
         return out, None
     return out, packing.unpack_weights(ops.attention_weights(qkv, *sequences, **arguments))
-
-
-def _for_sdpa() -> set[str]:
-    """Keywords that change the weights, and that transformers' SDPA computes; its first versions ignored them."""
-    from transformers.integrations import sdpa_attention
-
-    return {"position_bias"} if hasattr(sdpa_attention, "create_position_bias_mask") else set()
 
 
 def _may_cross(module: nn.Module) -> bool:

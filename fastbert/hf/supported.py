@@ -203,7 +203,8 @@ def check_methods(module: nn.Module, *names: str) -> None:
         method, of_class = getattr(module, name, None), getattr(type(module), name, None)
         if method is None:
             continue
-        if getattr(method, "__func__", method) is not of_class or not _is_theirs(of_class):
+        of_it = getattr(method, "__func__", method) is of_class and getattr(method, "__self__", module) is module
+        if not of_it or not _is_theirs(of_class):
             raise Fallback(f"a {type(module).__name__} has a {name} of its own")
 
 

@@ -11,12 +11,12 @@ A directory holds
 import fcntl
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import chain, islice
-from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -297,14 +297,15 @@ class EmbeddedCorpus:
         column = _read(part, ["embedding"])["embedding"].combine_chunks()
         return torch.from_numpy(np.array(column.flatten()).reshape(-1, self.width))
 
-    def texts(self, rows: Sequence[int] | Tensor) -> list[str]:
-        """The texts of rows, a list or a tensor (N,) of their numbers. Raises IndexError for a row that does not exist,
+    def texts(self, rows: Iterable[int] | Tensor | np.ndarray) -> list[str]:
+        """The texts of rows, by their numbers (N,). Raises IndexError for a row that does not exist,
         ValueError if texts were not kept, TypeError for anything but integers."""
         if not self.manifest["keep_texts"]:
             raise ValueError(f"{self.directory} has no texts: they were not kept")
-        rows = rows.tolist() if isinstance(rows, Tensor) else rows
-        if not isinstance(rows, Sequence) or not all(isinstance(row, Integral) for row in rows):
-            raise TypeError(f"texts: rows are {rows!r:.60}; expected integers, a list or a tensor (N,)")
+        try:
+            rows = [index(row) for row in (rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) else rows)]
+        except TypeError:
+            raise TypeError(f"texts: rows are {rows!r:.60}; expected integers, (N,)") from None
         if wrong := [row for row in rows if not 0 <= row < len(self)]:
             raise IndexError(f"there is no row {wrong[0]}; expected 0 to {len(self) - 1}")
         found: dict[int, str] = {}

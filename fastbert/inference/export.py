@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from fastbert import backends, testing
 from fastbert.config import BertConfig
-from fastbert.files import remove_leftovers, replacing
+from fastbert.files import part_folder, replacing
 from fastbert.model import Saveable, class_name
 from fastbert.modes import evaluating
 from fastbert.prepared import holds_prepared
@@ -74,19 +73,17 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     """
     path = Path(path)
     _check(model, path, format)
-    remove_leftovers(folder for folder in path.parent.glob(f".{glob.escape(path.name)}.*") if folder.is_dir())
-    beside = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
     # The caller's autocast would become part of the file, where inputs have other dtypes than when it was traced.
-    with torch.autocast("cpu", enabled=False), evaluating(model), _quiet(), beside as folder:
+    with torch.autocast("cpu", enabled=False), evaluating(model), _quiet(), part_folder(path) as folder:
         batches = _batches(model)
         program = _trace(model, batches[0])
         names = tuple(batches[0]), tuple(_Inference(model)(**batches[0]))
-        file = Path(folder) / path.name
+        file = folder / path.name
         _FORMATS[format].write(program, names, file)
         rows = _verify(model, _FORMATS[format].read(file, names), batches, _of_tokens(program, names[1]))
-        weights = [made.name for made in Path(folder).iterdir() if made != file]
+        weights = [made.name for made in folder.iterdir() if made != file]
         for name in (*weights, file.name):  # the model last, which names the weights
-            os.replace(Path(folder) / name, path.with_name(name))
+            os.replace(folder / name, path.with_name(name))
     for old in path.parent.glob(f"{glob.escape(path.name)}.*data"):  # of earlier exports
         if old.name not in weights and _WEIGHTS.fullmatch(old.name.removeprefix(path.name)):
             old.unlink()

@@ -17,8 +17,11 @@ def fingerprint(model: Any, *, of_use: bool = False) -> str:
     """A hash of all that decides the vectors of a SentenceEncoder, or the scores of a CrossEncoder, for a given text:
     weights, tokenizer, settings. of_use: also of prompts and of how vectors are compared. 16 hexadecimal digits. A
     saved encoder and the one loaded from its files have the same."""
-    known = {name: value for name, value in vars(model).items() if of_use or name not in _OF_CALLERS}
+    known = {name: value for name, value in vars(model).items() if name not in _OF_CALLERS}
     settings = {name: repr(value) for name, value in known.items() if isinstance(value, _SIMPLE)}
+    if of_use:
+        of_callers = {name: vars(model)[name] for name in _OF_CALLERS if name in vars(model)}
+        settings["use"] = json.dumps(of_callers, sort_keys=True)
     settings |= {name: type(x).__name__ for name, x in known.items() if isinstance(x, torch.nn.Module)}
     settings["layers"] = repr([(type(x.activation).__name__, x.adds) for x in getattr(model, "dense", ())])
     values = model.model.config.to_dict()

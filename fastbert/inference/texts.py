@@ -128,8 +128,8 @@ def packed(ids: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, 
 
 
 def checked_prompts(owner: str, prompts: Mapping[str, str | None] | None) -> dict[str, str]:
-    """The prompts without those that are None. Raises as `text_of` does."""
-    given = {name: prompt for name, prompt in (prompts or {}).items() if prompt is not None}
+    """The prompts, "" for None, as in sentence-transformers. Raises as `text_of` does."""
+    given = {name: "" if prompt is None else prompt for name, prompt in (prompts or {}).items()}
     return {name: text_of(owner, f"prompts[{name!r}]", prompt) for name, prompt in given.items()}
 
 

@@ -264,6 +264,7 @@ def of_words(count, seed=0):
         sizes = torch.randint(1, 7, (inner,), generator=generator)
         row["word_ids"] = [-1, *torch.arange(inner).repeat_interleave(sizes)[:inner].tolist(), -1]
     rows[0]["word_ids"][0] = rows[0]["word_ids"][-1] = None  # tokenizers give None there
+    rows[0]["word_ids"] = tuple(rows[0]["word_ids"])
     return rows
 
 

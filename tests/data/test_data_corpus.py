@@ -150,13 +150,16 @@ write_tokens(texts(), get_tokenizer(minilm()), sys.argv[1])
 
 
 def test_what_killed_writers_left_goes_after_a_day(tmp_path):
-    old, new, other = (tmp_path / name for name in ("tokens.a.part", "tokens.b.part", "more.a.part"))
-    for directory in (old, new, other):
-        (directory / "tokens").mkdir(parents=True)
-    for directory in (old, other):
-        os.utime(directory, (0, time.time() - 90000))
+    """But nothing that others have named alike, and no directory in which a file grows."""
+    names = ("tokens.01234567.part", "tokens.abcdef01.part", "tokens.backup.part", "tokens.v2.01234567.part")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens.npy").touch()
+        if name != names[1]:
+            os.utime(tmp_path / name / "tokens.npy", (0, time.time() - 90000))
+        os.utime(tmp_path / name, (0, time.time() - 90000))
     write_tokens(["a"], WORDPIECE, tmp_path / "tokens")
-    assert not old.exists() and new.exists() and other.exists()
+    assert sorted(os.listdir(tmp_path)) == sorted(["tokens", *names[1:]])
 
 
 def test_a_missing_file_is_found_first_and_a_full_disk_names_the_file(tmp_path):

@@ -162,6 +162,16 @@ def test_methods_that_somebody_wrapped_are_called(family, place, name):
     assert_fell_back(report, name)
 
 
+def test_a_method_of_another_layer_is_called():
+    original, model, report, inputs = pair("bert")
+    for each in (original, model):
+        layers = each.encoder.layer
+        layers[1].feed_forward_chunk = layers[0].feed_forward_chunk
+    with pytest.warns(RuntimeWarning, match="has a feed_forward_chunk of its own"):
+        assert torch.equal(model(**inputs)[0], original(**inputs)[0])
+    assert_fell_back(report, "of its own")
+
+
 @pytest.mark.parametrize("later", [False, True])
 def test_methods_of_a_subclass_are_called(later):
     class Layer(transformers.models.bert.modeling_bert.BertLayer):

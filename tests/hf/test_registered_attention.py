@@ -56,7 +56,7 @@ def test_registered_attention_leaves_dropout_that_is_too_small_to_sdpa():
     for layer in model.encoder.layer:
         layer.attention.self.train()
     inputs, found = batch(model), []
-    for run in (model, torch.compile(model, backend="eager")):
+    for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
         torch.manual_seed(0)
         found.append(visible(run(**inputs), inputs))
     equal(*found)

@@ -16,11 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_models import DEVICE, TINY, batch, hugging_face, minilm, ours
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertModel, checkpoint, hub
+from fastbert import BertConfig, BertEncoder, BertModel, checkpoint, files, hub
 
 
 @pytest.fixture
@@ -433,6 +434,12 @@ def test_what_a_killed_process_left_is_removed_a_day_later(tmp_path):
     os.utime(tmp_path / "config.json.0123abcd.part", (0, 0))
     BertModel(TINY).save_pretrained(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "model.safetensors.0123abcd.part"]
+
+
+@pytest.mark.parametrize("words", ["full (os error 28)", "IoError(Os { code: 28, kind: StorageFull })"])
+def test_a_full_disk_in_safetensors_words_is_an_oserror_that_names_the_file(tmp_path, words):
+    with pytest.raises(OSError, match="No space left on device: .*file'"), files.replacing(tmp_path / "file"):
+        raise SafetensorError(words)
 
 
 def test_a_full_disk_is_an_oserror_that_names_the_file(tmp_path):

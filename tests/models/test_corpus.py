@@ -377,8 +377,9 @@ def test_searches_that_make_no_sense(directory, encoder, corpus):
         corpus.search(encoder, queries.numpy(), 1)
     found = corpus.search(encoder, queries, 1)
     assert corpus.texts(found[1][:, 0]) == corpus.texts(found[1][:, 0].tolist())
-    for rows in (found[1], found[0][:, 0], ["0"]):
-        with pytest.raises(TypeError, match="texts: rows are .*; expected integers"):
+    assert corpus.texts(found[1][:, 0].numpy()) == corpus.texts(found[1][:, 0])
+    for rows in (found[1], found[0][:, 0], ["0"], torch.tensor(1)):
+        with pytest.raises(TypeError, match="(?s)texts: rows are .*; expected integers"):
             corpus.texts(rows)
     again = pickle.loads(pickle.dumps(corpus)).search(encoder, queries, 1)
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))

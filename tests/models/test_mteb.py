@@ -218,6 +218,8 @@ def test_what_mteb_is_told(tmp_path, small):
     assert given.name == "a/b" and read.name == str(tmp_path / "mine") and given.revision == read.revision
     assert (given.embed_dim, given.max_tokens, given.similarity_fn_name.value) == (48, 32, "cosine")
     assert given.n_parameters == sum(parameter.numel() for parameter in small.model.parameters())
+    orders = [with_options(small, prompts=dict(x)) for x in ((("a", "1"), ("b", "2")), (("b", "2"), ("a", "1")))]
+    assert len({MTEBEncoder(each, name="a/b").mteb_model_meta.revision for each in orders}) == 1
     other = with_options(small, dense=[Dense(48, 5)])
     assert MTEBEncoder(other, name="a/b").mteb_model_meta.revision != given.revision
     for options in (

@@ -338,10 +338,10 @@ def test_what_does_not_fit_is_refused(tmp_path, encoder):
         ({"pooling": ()}, "pooling is empty"),
         ({"similarity": "jaccard"}, "similarity is 'jaccard'; expected cosine"),
         ({"default_prompt_name": "query"}, "there is no prompt 'query'; this encoder has none"),
-        ({"default_prompt_name": "query", "prompts": {"query": None}}, "there is no prompt 'query'"),
     ):
         with pytest.raises(ValueError, match=words):
             small(encoder, **options)
+    assert small(encoder, default_prompt_name="query", prompts={"query": None}).prompts == {"query": ""}
     with pytest.raises(TypeError, match=r"prompts\['query'\] is a int; expected a string"):
         small(encoder, prompts={"query": 3})
     with pytest.raises(TypeError, match="prompt is a int; expected a string"):

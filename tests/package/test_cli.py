@@ -435,6 +435,11 @@ def test_the_ending_of_a_file_says_where_its_texts_are(models, capsys, tmp_path,
     output = tmp_path / "tokens of stdin"
     assert run(capsys, "prepare", "--text", "-", "--tokenizer", directory, "--output", output)[0] == 0
     assert [example["input_ids"].tolist() for example in TokenFile(output, 24)] == tokens[0]
+    others = "--tokenizer", directory, "--output", tmp_path / "no"
+    for stdin, files, words in ((sys.stdin, "--", "--text has - twice"), (None, "-", "stdin is closed")):
+        monkeypatch.setattr("sys.stdin", stdin)
+        status, printed = run(capsys, "prepare", "--text", *files, *others)
+        assert status == 2 and words in printed.err
 
 
 def test_passages_of_a_file_rank_by_the_encoder_s_own_measure(models, capsys, tmp_path):
