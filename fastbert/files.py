@@ -75,10 +75,10 @@ def remove_leftovers(path: Path) -> None:
     """Removes what killed processes have left: files and folders of this module beside `path` in which nothing was
     written for a day."""
     named = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+    for left in filter(lambda each: named.fullmatch(each.name), path.parent.glob(f"{glob.escape(path.name)}.*.part")):
         with suppress(OSError):  # another process may be quicker
             written = max(each.stat().st_mtime for each in (left, *left.rglob("*")))
-            if named.fullmatch(left.name) and time.time() - written > 86400:
+            if time.time() - written > 86400:
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 

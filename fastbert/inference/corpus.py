@@ -10,13 +10,13 @@ A directory holds
 
 import fcntl
 import json
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import chain, islice
-from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,12 +298,12 @@ class EmbeddedCorpus:
         return torch.from_numpy(np.array(column.flatten()).reshape(-1, self.width))
 
     def texts(self, rows: Iterable[int] | Tensor | np.ndarray) -> list[str]:
-        """The texts of rows, by their numbers (N,). Raises IndexError for a row that does not exist,
-        ValueError if texts were not kept, TypeError for anything but integers."""
+        """The texts of rows, by their numbers (N,). Raises IndexError for a row that does not exist, ValueError if
+        texts were not kept, TypeError for anything but integers."""
         if not self.manifest["keep_texts"]:
             raise ValueError(f"{self.directory} has no texts: they were not kept")
         try:
-            rows = [index(row) for row in (rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) else rows)]
+            rows = [operator.index(row) for row in (rows.tolist() if isinstance(rows, (Tensor, np.ndarray)) else rows)]
         except TypeError:
             raise TypeError(f"texts: rows are {rows!r:.60}; expected integers, (N,)") from None
         if wrong := [row for row in rows if not 0 <= row < len(self)]:
