@@ -38,7 +38,7 @@ test-all: $(VENV)/cuda-on-cpu
 # services; readers of embedding files; and GLiNER, whose encoder is a DeBERTa, without its dependencies (an older
 # transformers).
 suites: $(VENV)/installed
-	$(BIN)/pip install --quiet datasets httpx parameterized "mteb>=2.10" langchain-huggingface selenium "ray[data]>=2.40" \
+	$(BIN)/pip install --quiet datasets httpx parameterized langchain-huggingface selenium "ray[data]>=2.40" \
 		llama-index-embeddings-text-embeddings-inference faiss-cpu pylance
 	$(BIN)/pip install --quiet --no-deps gliner sentencepiece
 	PYTHONPATH=tests $(BIN)/python -m hf.suites

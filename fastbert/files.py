@@ -29,7 +29,7 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
             yield file
         return
     part = _part_of(path)
-    remove_leftovers(path)
+    _remove_leftovers(path)
     try:
         with part.open("xb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -58,7 +58,7 @@ def require_readable(paths: Iterable[Path]) -> None:
 @contextmanager
 def part_folder(path: Path) -> Iterator[Path]:
     """A new folder beside `path`, for what will take its place once it is whole. It is removed when the block ends."""
-    remove_leftovers(path)
+    _remove_leftovers(path)
     part = _part_of(path)
     part.mkdir()
     try:
@@ -71,7 +71,7 @@ def _part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
 
 
-def remove_leftovers(path: Path) -> None:
+def _remove_leftovers(path: Path) -> None:
     """Removes what killed processes have left: files and folders of this module beside `path` in which nothing was
     written for a day."""
     named = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")

@@ -14,7 +14,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,10 @@ class _Column:
 
     def append(self, values: Sequence[int] | np.ndarray) -> None:
         values = np.asarray(values, self.dtype)
-        with self._named():
+        try:
             self.file.write(values.tobytes())
+        except OSError as error:
+            raise self._named(error) from None
         self.count += len(values)
 
     def close(self) -> None:
@@ -92,20 +94,19 @@ class _Column:
         self.file.flush()
         os.fsync(self.file.fileno())
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+    def _named(self, error: OSError) -> OSError:
+        return OSError(error.errno, error.strerror, str(self.path))
 
     def __enter__(self) -> "_Column":
         return self
 
     def __exit__(self, kind: type | None, *error: Any) -> None:
-        with self._named(), self.file:
-            if kind is None:
-                self.close()
+        try:
+            with self.file:
+                if kind is None:
+                    self.close()
+        except OSError as error:
+            raise self._named(error) from None
 
 
 def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: str | Path) -> "TokenFile":

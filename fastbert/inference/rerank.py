@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from fastbert.heads import BertForSequenceClassification
 from fastbert.inference import sentence_files
 from fastbert.inference.predict import Predictor, Row
 from fastbert.inference.sentence_files import activation_name, activation_path, new_activation
+from fastbert.inference.vectors import check_count
 from fastbert.model import Saveable
 from fastbert.ops.numbers import wide
 
@@ -121,8 +121,8 @@ def ranked(
     return_documents: bool,
 ) -> list[dict[str, Any]]:
     """What `CrossEncoder.rank` returns, and its errors. score: gives each of the documents its score, (N,)."""
-    if top_k is not None and (not isinstance(top_k, Integral) or top_k < 1):
-        raise ValueError(f"{owner}: top_k is {top_k!r}; expected an int of at least 1")
+    if top_k is not None:
+        check_count(owner, top_k, "top_k")
     text_of(owner, "query", query)
     documents = list(strings(owner, "documents", documents))
     scores = score(documents).tolist()

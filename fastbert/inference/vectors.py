@@ -29,9 +29,9 @@ def distances(vectors: Tensor, others: Tensor, p: int) -> Tensor:
     return torch.cdist(wide(vectors), wide(others), p=float(p), compute_mode="donot_use_mm_for_euclid_dist")
 
 
-def check_count(caller: str, k: Any) -> None:
-    if not isinstance(k, Integral) or isinstance(k, bool) or k < 1:
-        raise ValueError(f"{caller}: k is {k!r}; expected an int of at least 1")
+def check_count(caller: str, count: Any, name: str = "k") -> None:
+    if not isinstance(count, Integral) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"{caller}: {name} is {count!r}; expected an int of at least 1")
 
 
 def require_tensor(caller: str, given: Any) -> None:
