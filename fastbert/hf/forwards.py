@@ -86,6 +86,8 @@ class Report:
 
     def fell_back(self, reason: str) -> None:
         if torch.compiler.is_compiling():
+            if not _is_exporting():
+                _warn_of_compiled(reason)
             return
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
@@ -98,6 +100,11 @@ class Report:
         lines += [f"forwards packed: {self.packed}, fallen back: {self.fallbacks.total()}"]
         lines += [f"  {count} where {reason}" for reason, count in self.fallbacks.items()]
         return "\n".join(lines)
+
+
+@torch.compiler.assume_constant_result  # so it runs where torch.compile traces a call of it
+def _warn_of_compiled(reason: str) -> None:
+    warn(f"fastbert: what is compiled is transformers' own computation, because {reason}", RuntimeWarning)
 
 
 class Acceleration:

@@ -6,6 +6,7 @@ might mix tokens. Checks belong to every forward, because users hook, wrap and r
 """
 
 import re
+from types import MethodType
 from typing import Any
 
 import torch
@@ -203,7 +204,9 @@ def check_methods(module: nn.Module, *names: str) -> None:
         method, of_class = getattr(module, name, None), getattr(type(module), name, None)
         if method is None:
             continue
-        of_it = getattr(method, "__func__", method) is of_class and getattr(method, "__self__", module) is module
+        # Dynamo compares __func__ rightly where it is read as an attribute, not by getattr with a default.
+        bound = type(method) is MethodType
+        of_it = method.__func__ is of_class and method.__self__ is module if bound else method is of_class
         if not of_it or not _is_theirs(of_class):
             raise Fallback(f"a {type(module).__name__} has a {name} of its own")
 
@@ -219,11 +222,13 @@ def check_attention_function(name: str) -> None:
 
 
 def _is_theirs(function: Any) -> bool:
-    """Whether transformers wrote the function. A wrapper that functools made has the name of its module, but not the
-    globals."""
-    return str(function.__module__).startswith("transformers.models.") and _written_in(function).startswith(
-        "transformers."
-    )
+    """Whether transformers wrote the function, and all that functools has wrapped around it. (Its `__module__` does not
+    tell: a wrapper copies it, and Dynamo in torch 2.15 takes it from the globals.)"""
+    writer = _written_in(function)
+    while writer.startswith("transformers.") and getattr(function, "__wrapped__", None) is not None:
+        function = function.__wrapped__
+        writer = _written_in(function)
+    return writer.startswith("transformers.models.")
 
 
 def _written_in(function: Any) -> str:

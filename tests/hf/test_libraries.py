@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from hf.pairs import LENGTHS, SEQLEN, accelerated, assert_packed, batch, build, equal, labels, pair, visible
+from hf.pairs import CONFIGS, LENGTHS, SEQLEN, accelerated, assert_packed, batch, build, equal, labels, pair, visible
 from small_models import DEVICE, assert_gradients, assert_like, minilm
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -34,6 +34,22 @@ def test_compiled_model_is_right():
     assert 1 <= counter.frame_count <= 4 and report.fallbacks == {}
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_what_is_compiled_is_fused(family, recwarn):
+    """A forward that is compiled to the original computation says so."""
+    _, model, _, inputs = pair(family)
+    for fuses in (True, False):
+        torch._dynamo.reset()
+        graphs, before = [], len(recwarn)
+        compiled = torch.compile(model, backend=lambda module, _, to=graphs: to.append(module.graph) or module)
+        with torch.no_grad():
+            compiled(**inputs)
+        said = [str(each.message) for each in recwarn.list[before:] if "what is compiled" in str(each.message)]
+        names = {str(node.target) for graph in graphs for node in graph.nodes}
+        assert ("fastbert.embedding_fwd.default" in names) == fuses == (not said), (said, names)
+        model.embeddings.register_forward_hook(lambda *_: None)
+
+
 @pytest.mark.parametrize("place", ["attention.self.query", "attention.output", "output.dropout"])
 def test_a_compiled_model_notices_a_forward_that_was_set_later(place):
     original, model, _, inputs = pair("bert")
@@ -44,7 +60,8 @@ def test_a_compiled_model_notices_a_forward_that_was_set_later(place):
     assert sum(node.target is nn.functional.linear for node in graphs[0].nodes) == 1  # the pooler's: the rest is fused
     for each in (original, model):
         each.encoder.layer[1].get_submodule(place).forward = lambda x, *_: torch.zeros_like(x)
-    found, expected = (visible(each(**inputs), inputs)["last_hidden_state 0"] for each in (compiled, original))
+    with pytest.warns(RuntimeWarning, match="has a forward of its own"):
+        found, expected = (visible(each(**inputs), inputs)["last_hidden_state 0"] for each in (compiled, original))
     assert not torch.allclose(found, before[inputs["attention_mask"].bool()])
     assert torch.equal(found, expected)
 

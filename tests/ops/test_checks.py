@@ -5,13 +5,14 @@ from dataclasses import replace
 import fuzz
 import pytest
 import torch
+from op_suite import VALUE_ERROR
 from torch import Tensor
 
 import fastbert
 from fastbert import ops
 
 SIZES = fuzz.Sizes(T=5, C=7, K=3, H=2, D=4, dtype=torch.float32, parameters=torch.float32, residual=torch.float32)
-REFUSALS = (ValueError, IndexError)
+REFUSALS = (VALUE_ERROR, IndexError)
 # (primitive, argument): arguments whose dtype or size is free while all other arguments stay the same.
 ANY_DTYPE = {("padding_pack", "x"), ("padding_unpack", "x"), ("attention_fwd", "qkv")}
 ANY_ROWS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_pack", "indices")} | {
@@ -103,9 +104,9 @@ def test_an_id_is_below_the_table_s_size(direction, table):
 
 def test_unpacking_more_rows_than_there_are():
     for x, indices in ((torch.randn(0, 16), torch.arange(7)), (torch.randn(6, 16), torch.arange(7))):
-        with pytest.raises(ValueError, match=r"padding_unpack: indices has shape \[7\]; expected"):
+        with pytest.raises(VALUE_ERROR, match=r"padding_unpack: indices has shape \[7\]; expected"):
             torch.ops.fastbert.padding_unpack(fuzz.guarded(x), indices, 2, 6)
-    with pytest.raises(ValueError, match="x has shape"):
+    with pytest.raises(VALUE_ERROR, match="x has shape"):
         torch.ops.fastbert.padding_unpack(torch.tensor(1.0), torch.tensor([0]), 1, 1)
 
 

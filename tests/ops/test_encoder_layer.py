@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import VALUE_ERROR, OpSuite, normal, pytest_generate_tests  # noqa: F401
 from test_relative_attention import SLOTS, of_distances
 
 import fastbert
@@ -344,7 +344,7 @@ def test_several_layers_in_one_call(suite, backend):
         (hidden, False, 3, "3 layers; expected one, or several without a context and a backward"),
         (None, False, 5, "tensors of 5 layers; expected as many of each"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(VALUE_ERROR, match=words):
             run(backend, hidden, context, at_once, ends, *key, *settings, save, layers)
 
 
@@ -451,7 +451,7 @@ def test_the_operator_refuses_a_norm_of_another_kind(dtype):
     _, args = next(iter(suite.primitive_calls(inputs)))
     if reason := backends.why_not("cpu", "encoder_layer", "cpu", torch.float32):
         pytest.skip(reason)
-    with pytest.raises(ValueError, match="a LayerNorm's parameter is (Long|Double)"):
+    with pytest.raises(VALUE_ERROR, match="a LayerNorm's parameter is (Long|Double)"):
         PRIMITIVES["encoder_layer_fwd"]("cpu", *args)
 
 
@@ -559,5 +559,5 @@ def test_a_weight_of_another_kind_is_refused(dtype):
     ours = model().eval().requires_grad_(False)
     dense = ours.encoder.layer[0].output.dense
     dense.weight = torch.nn.Parameter(dense.weight.to(dtype), requires_grad=False)
-    with pytest.raises((ValueError, TypeError), match="Double|Long|float64|int64"):
+    with pytest.raises((VALUE_ERROR, TypeError), match="Double|Long|float64|int64"):
         ours(torch.randint(1, 50, (2, 5)))

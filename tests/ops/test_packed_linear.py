@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from op_suite import normal
+from op_suite import VALUE_ERROR, normal
 from test_encoder_layer import ONE, REST, THREE, plain_layer
 from test_relative_attention import SLOTS
 
@@ -672,9 +672,9 @@ def test_what_follows_attention_gives_the_bits_of_the_single_ops(kind):
     plain = packed_layer.FWD("reference", hidden, context, parameters, scales, None, *settings)
     assert (plain - after).abs().max() <= 0.02 * plain.abs().max()
     for wrong, words in ((context[:-1], "shape"), (context[0], "shape"), (context.double(), "is Double")):
-        with pytest.raises(ValueError, match=f"context (has )?{words}"):
+        with pytest.raises(VALUE_ERROR, match=f"context (has )?{words}"):
             packed_layer.FWD("cpu", hidden, wrong, parameters, scales, None, *settings)
-    with pytest.raises(ValueError, match="10 parameters; expected 12 or 16"):
+    with pytest.raises(VALUE_ERROR, match="10 parameters; expected 12 or 16"):
         packed_layer.FWD("cpu", hidden, None, parameters, scales, ends, *settings)
 
 
@@ -743,7 +743,7 @@ def test_several_layers_that_do_not_fit():
         (None, 2, "8 parameters; expected 12 or 16"),
         (hidden, 2, "2 layers; expected one, or several without a context"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(VALUE_ERROR, match=words):
             packed_layer.FWD("cpu", hidden, context, parameters, scales, *rest, layers)
 
 
@@ -808,5 +808,5 @@ def test_the_operator_refuses_a_layer_that_does_not_fit(change, words):
 @needs_kernels
 @pytest.mark.parametrize("approximate", ["x", ""])
 def test_the_operator_refuses_another_gelu(approximate):
-    with pytest.raises(ValueError, match="expected 'none' or 'tanh'"):
+    with pytest.raises(VALUE_ERROR, match="expected 'none' or 'tanh'"):
         packed_layer.FWD("cpu", *Layer(THREE, "fp32", PLAIN["one is packed"]).call(approximate))

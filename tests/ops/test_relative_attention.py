@@ -4,7 +4,7 @@ import cuda_on_cpu
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import normal, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import VALUE_ERROR, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 from test_attention import AttentionSuite, ends
 
 from fastbert import ops, random, testing
@@ -245,10 +245,10 @@ class TestRelativeAttention(RelativeSuite):
         for change in calls:
             qkv, cu_seqlens, *tables = (inputs | change).values()
             args = (*tables, cu_seqlens, 5, 0.3, 0.0, None, 0)
-            with pytest.raises(ValueError, match="relative_attention: .* expected"):
+            with pytest.raises(VALUE_ERROR, match="relative_attention: .* expected"):
                 PRIMITIVES["relative_attention_fwd"](backend.name, qkv, *args)
             saved = (qkv[:, 0], qkv, qkv[:, 0], qkv.new_ones(2, 8))
-            with pytest.raises(ValueError, match="relative_attention: .* expected"):
+            with pytest.raises(VALUE_ERROR, match="relative_attention: .* expected"):
                 PRIMITIVES["relative_attention_bwd"](backend.name, *saved, *args, True)
 
     @slow_interpreted
