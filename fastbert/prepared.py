@@ -1,8 +1,10 @@
 """The modules that `fastbert.prepare` makes: dense layers whose weights were packed once for this processor, or
 quantised for a GPU, and models that hold them."""
 
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from multiprocessing.context import get_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,11 +139,18 @@ class PreparedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"weight": None, "scale": None, "bias": None, "kept": None}
-        return state if self.weight is None else state | {"plain": self._plain()}
+        return state if self.weight is None else state | {"plain": self._sent()}
+
+    def _sent(self) -> Any:
+        """What a pickle has in place of the packed tensors. As an argument of a process that is being spawned it is
+        bytes: tensors would be shared by their file descriptors, which these close before the process has them."""
+        plain = self._plain()
+        return plain if get_spawning_popen() is None else pickle.dumps(plain)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         plain = state.pop("plain", None)
         super().__setstate__(state)
+        plain = pickle.loads(plain) if isinstance(plain, bytes) else plain
         if plain is not None:
             self.fill(plain["weight"], plain.get(SCALE), plain.get("bias"))
 
@@ -185,12 +194,10 @@ class ScaledLinear(PreparedLinear):
             self.kept = None
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state with the weight as uint8: pickle cannot read float8 tensors."""
-        state = super().__getstate__()
-        if "plain" in state:
-            state["plain"]["weight"] = state["plain"]["weight"].view(torch.uint8)
-        return state
+    def _sent(self) -> Any:
+        """The layer's own tensors, the weight as uint8: pickle cannot read float8 tensors."""
+        plain = self._plain()
+        return plain | {"weight": plain["weight"].view(torch.uint8)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "plain" in state:

@@ -242,6 +242,16 @@ def test_copies_and_pickles_compute_the_same(model, inputs, precision):
             other.train()
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_a_spawned_process_gets_the_model(model, inputs, tmp_path, precision):
+    prepared = prepare(model, precision)
+    process = torch.multiprocessing.get_context("spawn").Process(target=torch.save, args=(prepared, tmp_path / "model"))
+    process.start()
+    process.join()
+    found = torch.load(tmp_path / "model", weights_only=False)
+    assert torch.equal(hidden(found, inputs), hidden(prepared, inputs))
+
+
 @every_precision
 @pytest.mark.parametrize("skip", [(), ("encoder.layer.0", "encoder.layer.2.output")])
 def test_saved_and_loaded_it_is_the_same(model, inputs, tmp_path, precision, skip):
