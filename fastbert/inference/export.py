@@ -73,8 +73,7 @@ def export(model: Saveable, path: str | Path, format: str = "onnx") -> Exported:
     """
     path = Path(path)
     _check(model, path, format)
-    # The caller's autocast would become part of the file, where inputs have other dtypes than when it was traced.
-    with torch.autocast("cpu", enabled=False), evaluating(model), _quiet(), part_folder(path) as folder:
+    with _on_cpu(), evaluating(model), _quiet(), part_folder(path) as folder:
         batches = _batches(model)
         program = _trace(model, batches[0])
         names = tuple(batches[0]), tuple(_Inference(model)(**batches[0]))
@@ -116,6 +115,14 @@ def _check(model: Saveable, path: Path, format: str) -> None:
     if format == "onnx" and not dtypes <= set(_ONNX_DTYPES):
         given, expected = (", ".join(map(str, some)) for some in (dtypes, _ONNX_DTYPES))
         raise TypeError(f"export: the model is {given}; expected one of {expected}, which onnxruntime computes")
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Without the caller's default device, and without autocast: that would become part of the file, where inputs have
+    other dtypes than when it was traced."""
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
 
 
 @contextlib.contextmanager

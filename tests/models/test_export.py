@@ -117,6 +117,14 @@ def test_a_head_with_two_outputs_that_are_lowest_at_padding(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_default_device_has_no_say(tmp_path):
+    model = model_of("BertModel", num_hidden_layers=1).eval()
+    with torch.device("meta"):
+        exported = export.export(model, tmp_path / "model.pt2", "torch-export")
+    assert all(row.ok for row in exported.rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", HEADS)
