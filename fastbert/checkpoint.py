@@ -186,6 +186,12 @@ def _of_part(name: str, part: str) -> str:
 
 def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Names = BERT) -> None:
     """Raises RuntimeError that lists names that are missing or unexpected, and wrong shapes."""
+    if found := misfit(expected, given, names):
+        raise RuntimeError(found)
+
+
+def misfit(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Names = BERT) -> str:
+    """What is wrong with the names and shapes of a state; "" if nothing is."""
     missing = set(to_hugging_face_names(expected.keys() - given.keys(), names))
     unexpected = set(to_hugging_face_names(given.keys() - expected.keys(), names))
     problems = _listed("missing", missing - unexpected)  # in both: of queries, keys and values not all are there
@@ -198,8 +204,7 @@ def check(expected: Mapping[str, Tensor], given: Mapping[str, Tensor], names: Na
             if name in given and given[name].shape != tensor.shape
         ),
     )
-    if problems:
-        raise RuntimeError("the checkpoint does not fit the model; " + "; ".join(problems))
+    return "the checkpoint does not fit the model; " + "; ".join(problems) if problems else ""
 
 
 def to_hugging_face_names(ours: Iterable[str], names: Names = BERT) -> list[str]:

@@ -73,6 +73,8 @@ class BertConfig:
         self.model_type = model_type
         self.extra = {**self.family.own, **deepcopy(extra or {})}
         self.extra |= {name: fields.pop(name) for name in (*self.family.own, *LABEL_NAMES) if name in fields}
+        if self.extra.get("label2id") and not self.extra.get("id2label"):
+            self.extra["id2label"] = _inverse(self.extra["label2id"])
         if self.extra.get("id2label") and "num_labels" not in fields:
             fields["num_labels"] = len(self.extra["id2label"])
         for name, default in _defaults().items():
@@ -318,8 +320,8 @@ class BertConfig:
                     f"BertConfig: {name} has {len(fields[name])} labels; expected num_labels, {fields['num_labels']}"
                 )
         values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
-        if len(values.get("id2label") or ()) != values["num_labels"] and not {*LABEL_NAMES} & fields.keys():
-            values = {name: value for name, value in values.items() if name not in LABEL_NAMES}
+        if len(values.get("id2label") or ()) != values["num_labels"] or {*LABEL_NAMES} & fields.keys():
+            values = {name: value for name, value in values.items() if name not in LABEL_NAMES or name in fields}
         return self.from_dict(values)
 
     def _check_names(self, fields: dict[str, Any]) -> None:
@@ -332,7 +334,8 @@ class BertConfig:
     def to_dict(self) -> dict:
         """The fields of a config.json for `transformers`, under the family's names."""
         values, names = self._fields() | {"embedding_size": self.embedding_width}, self.family.config_names
-        return self.extra | {names.get(n, n): v for n, v in values.items() if n not in self.family.fixed}
+        labels = {"label2id": self.label2id} if self.extra.get("id2label") else {}
+        return self.extra | labels | {names.get(n, n): v for n, v in values.items() if n not in self.family.fixed}
 
     def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
@@ -373,6 +376,18 @@ def _model_type_of(architectures: Iterable[str]) -> str:
             return max(found, key=lambda family: len(family.classes)).model_type
         raise ValueError(f"BertConfig: there is no model_type, and the architecture is {name}; expected a known one")
     return "bert"
+
+
+def _inverse(label2id: object) -> dict[int, str]:
+    """id2label."""
+    _require("label2id", label2id, "a dictionary of numbers, from 0 on, by the names of labels", _are_label_numbers)
+    return {number: name for name, number in sorted(label2id.items(), key=lambda each: each[1])}
+
+
+def _are_label_numbers(numbers: object) -> bool:
+    if not isinstance(numbers, dict) or not all(map(_is_int, numbers.values())):
+        return False
+    return sorted(numbers.values()) == list(range(len(numbers)))
 
 
 def _are_label_names(names: object, count: int) -> bool:

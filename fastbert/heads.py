@@ -253,9 +253,12 @@ class _BertWithHead(Saveable):
         """A checkpoint's state without other heads, and with new parameters where it lacks some of this model."""
         expected, body = self.state_dict(), ("bert.embeddings.", "bert.encoder.")
         state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
-        if ignore_mismatched_sizes:
-            fits = lambda name: name.startswith(body) or state[name].shape == expected[name].shape  # noqa: E731
-            state = {name: state[name] for name in filter(fits, state)}
+        unfit = {name for name, x in state.items() if not name.startswith(body) and x.shape != expected[name].shape}
+        if unfit and not ignore_mismatched_sizes:
+            of_head = [{name: each[name] for name in unfit} for each in (expected, state)]
+            hint = "; ignore_mismatched_sizes=True initialises parameters of the head anew"
+            raise RuntimeError(f"{checkpoint.misfit(*of_head, self._names)}{hint}")
+        state = {name: tensor for name, tensor in state.items() if name not in unfit}
         new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
         if new:
             dtype = next(iter(state.values())).dtype if state else None

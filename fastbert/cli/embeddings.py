@@ -76,7 +76,8 @@ def _search(args: argparse.Namespace) -> None:
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
-    no_files(args.question)
+    if not all(question.strip() for question in no_files(args.question)):
+        raise ValueError("a question is empty")
     if args.corpus:
         _search_corpus(args)
         return
@@ -84,7 +85,8 @@ def _search(args: argparse.Namespace) -> None:
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} is of a corpus; expected --corpus DIR with it")
     if args.text:
-        passages = [(args.text.name, line) for line in lines(args.text) if line.strip()]
+        places = ((f"{args.text.name}:{number}", line) for number, line in enumerate(lines(args.text), 1))
+        passages = [(place, line) for place, line in places if line.strip()]
     else:
         passages = python_documentation(300)  # all-MiniLM-L6-v2 cuts texts at 256 tokens, and was trained on 128
     encoder = _encoder(args)
@@ -156,12 +158,13 @@ def _embed(args: argparse.Namespace) -> None:
         return
     if given := [name for name, default in OF_FILES.items() if getattr(args, name) != default]:
         raise ValueError(f"--{given[0].replace('_', '-')} is for files; expected `fastbert embed FILE --output DIR`")
+    if args.output is None and (args.texts or str(args.text) == "-"):
+        raise ValueError("expected --output PATH.npy for texts of the command line or of stdin")
     texts = texts_of(args, blank=True)
-    if args.output is None and args.text is None:
-        raise ValueError("expected --output PATH.npy for texts of the command line")
     output = args.output or args.text.with_name(args.text.name + ".npy")
-    if output.suffix not in (".npy", ""):
-        raise ValueError(f"--output is {output}; expected a name that ends in .npy")
+    if output.suffix != ".npy":
+        beside = f", or `fastbert embed {args.text} --output {output}` for a directory" if args.text else ""
+        raise ValueError(f"--output is {output}; expected a name that ends in .npy{beside}")
     encoder = _encoder(args)
     with replacing(output) as file:  # opened before the work, to report an unwritable path at once
         found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()

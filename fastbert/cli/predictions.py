@@ -47,11 +47,18 @@ def _model(kind: type, args: argparse.Namespace):
     return kind.from_pretrained(args.model, tokens_per_batch=args.batch_tokens, **model_options(args))
 
 
+def _each(kind: type, args: argparse.Namespace, **options: Any) -> tuple[list[str], list[list]]:
+    """The texts, and a list of results for each. That of a blank line of a file is empty, so that they can be joined."""
+    texts = texts_of(args, blank=True)
+    asked = [text for text in texts if args.texts or text.strip()]
+    found = iter(_model(kind, args)(asked, **options))
+    return texts, [next(found) if args.texts or text.strip() else [] for text in texts]
+
+
 def _fill_mask(args: argparse.Namespace) -> None:
     from fastbert.inference import MaskFiller
 
-    texts = texts_of(args)
-    results = _model(MaskFiller, args)(texts, top_k=args.top)
+    texts, results = _each(MaskFiller, args, top_k=args.top)
     if args.json:
         masks = [[[asdict(fill) for fill in fills] for fills in masks] for masks in results]
         write_json([{"text": text, "masks": found} for text, found in zip(texts, masks, strict=True)])
@@ -67,16 +74,14 @@ def _fill_mask(args: argparse.Namespace) -> None:
 def _classify(args: argparse.Namespace) -> None:
     from fastbert.inference import TextClassifier
 
-    texts = texts_of(args)
-    results = _model(TextClassifier, args)(texts, top_k=args.top)
+    texts, results = _each(TextClassifier, args, top_k=args.top)
     _show(args, "labels", texts, results, lambda label: label.label)
 
 
 def _tag(args: argparse.Namespace) -> None:
     from fastbert.inference import EntityTagger
 
-    texts = texts_of(args)
-    results = _model(EntityTagger, args)(texts)
+    texts, results = _each(EntityTagger, args)
     _show(args, "entities", texts, results, lambda one: f"{one.start:5}-{one.end:<5} {one.label:8} {one.text}")
 
 

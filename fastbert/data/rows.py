@@ -33,7 +33,8 @@ def texts_of_file(path: str | Path, column: str | None = None) -> Iterator[str]:
         if not isinstance(text, str):
             given = "null" if text is None else f"a {type(text).__name__}"
             if not isinstance(row, dict) or column not in row:
-                given = f"no column {column!r}"
+                others = f", only {', '.join(list(row)[:9])}" if isinstance(row, dict) and row else ""
+                given = f"no column {column!r}{others}"
             raise ValueError(f"{place} of {path} has {given}; expected text in {column!r}")
         yield text_of(f"{place} of {path}", column, text)
 

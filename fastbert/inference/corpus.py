@@ -331,7 +331,10 @@ class EmbeddedCorpus:
             raise ValueError(f"search: the index's measure is {measures}; expected the same, or a search without it")
         if not any_encoder and (self._encoder is None or self._encoder() is not encoder):
             if fingerprint(encoder) != self.manifest["encoder"]:
-                raise ValueError(f"{self.directory} has embeddings of another encoder; expected the queries' own")
+                raise ValueError(
+                    f"{self.directory} has embeddings of another encoder; expected the queries' own (any_encoder, or "
+                    "--any-encoder, accepts the same model in another precision)"
+                )
             self._encoder = weakref.ref(encoder)
         require_tensor("search", queries)
         check_count("search", k)

@@ -360,14 +360,17 @@ class EntityTagger(Predictor):
     """Finds entities: runs of words with labels of one type."""
 
     classes = (BertForTokenClassification,)
+    takes_empty = True
 
     def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
         """For each text its entities, in order. A word has the label of its first token; O means no entity.
 
         A word continues the entity before it if it has the same type (the label without B- or I-) and its label does
-        not begin with B-. Equivalent to transformers' pipeline with aggregation_strategy="first", whose
-        words are not always the tokenizer's (docs/inference.md).
-        Raises ValueError for an empty text, TypeError for anything but a list of strings.
+        not begin with B-. Labels that begin with E- (L-) and S- (U-) end an entity and are one by themselves, if the
+        model has labels B- or I- of that type (BIOES, BILOU). Equivalent, for models without such labels, to
+        transformers' pipeline with aggregation_strategy="first", whose words are not always the tokenizer's
+        (docs/inference.md).
+        Raises TypeError for anything but a list of strings.
         """
         return self.compute(self.encode(texts))
 
@@ -389,17 +392,25 @@ class EntityTagger(Predictor):
     def _entities(
         self, text: str, found: Iterator[tuple[int, int, int]], scores: list[float], labels: list[int]
     ) -> list[Entity]:
-        names, entities = label_names(self.config), []
-        for kind, words in _grouped([_Word(names[labels[first]], scores[first], *span) for first, *span in found]):
-            start, end = _trimmed(text, words[0].start, words[-1].end)
+        tags, entities = _tags(label_names(self.config)), []
+        for words in _grouped([_Word(tags[labels[first]], scores[first], *span) for first, *span in found]):
+            (start, end), kind = _trimmed(text, words[0].start, words[-1].end), words[0].tag.kind
             if kind != "O":
                 score = sum(word.score for word in words) / len(words)
                 entities.append(Entity(kind, score, start, end, text[start:end]))
         return entities
 
 
+class _Tag(NamedTuple):
+    """What a label means: the type of the entity, and whether it begins and ends one."""
+
+    kind: str
+    begins: bool = False
+    ends: bool = False
+
+
 class _Word(NamedTuple):
-    label: str
+    tag: _Tag
     score: float
     start: int
     end: int
@@ -413,20 +424,27 @@ def _words(word_ids: list[int], offsets: list[list[int]]) -> Iterator[tuple[int,
             yield tokens[0], offsets[tokens[0]][0], offsets[tokens[-1]][1]
 
 
-def _grouped(words: list[_Word]) -> Iterator[tuple[str, list[_Word]]]:
-    """Entity type and words of each run of words of one type."""
+def _grouped(words: list[_Word]) -> Iterator[list[_Word]]:
+    """The words of each entity, and of each run of words outside of entities."""
     group: list[_Word] = []
     for word in words:
-        if group and (word.label.startswith("B-") or _kind(word.label) != _kind(group[0].label)):
-            yield _kind(group[0].label), group
+        if group and (word.tag.begins or group[-1].tag.ends or word.tag.kind != group[0].tag.kind):
+            yield group
             group = []
         group.append(word)
     if group:
-        yield _kind(group[0].label), group
+        yield group
 
 
-def _kind(label: str) -> str:
-    return label[2:] if label.startswith(("B-", "I-")) else label
+def _tags(labels: list[str]) -> list[_Tag]:
+    kinds = {label[2:] for label in labels if label.startswith(("B-", "I-"))}
+    tags = []
+    for label in labels:
+        prefix, kind = label[:2], label[2:]
+        prefixed = prefix in ("B-", "I-") or (prefix in ("E-", "L-", "S-", "U-") and kind in kinds)
+        known = _Tag(kind, prefix in ("B-", "S-", "U-"), prefix in ("E-", "L-", "S-", "U-"))
+        tags.append(known if prefixed else _Tag(label))
+    return tags
 
 
 # ---- answers

@@ -301,7 +301,7 @@ class ClassesBody(PredictBody):
 class TaskBody(Body):
     inputs: str | List[str]
     parameters: TaskParameters | None = None
-    truncate: bool | None = True
+    truncate: bool | None = None
 
 
 async def task(service: Service, request: Request, model: ServedModel, body: TaskBody) -> Response:

@@ -162,6 +162,13 @@ def test_label_names_give_the_number_of_labels():
     names = {0: "neg", 1: "neu", 2: "pos"}
     assert BertConfig().changed(id2label=names).num_labels == 3
     assert BertConfig().changed(label2id={"a": 0}).num_labels == 1
+    numbered = BertConfig(id2label=names).changed(label2id={"no": 1, "yes": 0})
+    assert numbered.id2label == {0: "yes", 1: "no"} == BertConfig(label2id={"no": 1, "yes": 0}).id2label
+    written = BertConfig(id2label={0: "a"}, label2id={"a": 0}).changed(id2label=names).to_dict()
+    assert written["label2id"] == {"neg": 0, "neu": 1, "pos": 2} and written["id2label"] == names
+    for wrong in ({"a": 1}, {"a": 0, "b": 0}, {"a": "0"}, ["a"]):
+        with pytest.raises(ValueError, match="label2id is .*; expected a dictionary of numbers, from 0 on"):
+            BertConfig(label2id=wrong)
     named = BertConfig().changed(id2label=names)
     assert named.changed(hidden_size=48, num_attention_heads=4).extra["id2label"] == names
     assert "id2label" not in named.changed(num_labels=2).extra

@@ -30,7 +30,7 @@ from fastbert.inference import (
     similarity,
     trained_model,
 )
-from fastbert.inference.predict import _grouped, _Word
+from fastbert.inference.predict import _grouped, _tags, _Word
 
 CLOSE = 1e-6  # probabilities in float32, computed in two ways
 TEXTS = [text for _, text in python_documentation(150)[::97]]
@@ -288,11 +288,15 @@ def test_entities_as_transformers_finds_them(checkpoint):
         ("MISC MISC O MISC", [("MISC", 0, 2), ("MISC", 3, 4)]),  # a scheme without prefixes
         ("O O", []),
         ("B-A-B I-A-B", [("A-B", 0, 2)]),  # a type with a hyphen
+        ("B-PER I-PER E-PER S-PER I-PER", [("PER", 0, 3), ("PER", 3, 4), ("PER", 4, 5)]),  # BIOES
+        ("B-PER L-PER U-PER", [("PER", 0, 2), ("PER", 2, 3)]),  # BILOU
+        ("S-BAHN S-BAHN", [("S-BAHN", 0, 2)]),
     ],
 )
 def test_labels_of_words_become_entities(labels, expected):
-    words = [_Word(label, 1.0, place, place + 1) for place, label in enumerate(labels.split())]
-    found = [(kind, group[0].start, group[-1].end) for kind, group in _grouped(words)]
+    labels = labels.split()
+    words = [_Word(tag, 1.0, place, place + 1) for place, tag in enumerate(_tags(labels))]
+    found = [(group[0].tag.kind, group[0].start, group[-1].end) for group in _grouped(words)]
     assert [entity for entity in found if entity[0] != "O"] == expected
 
 

@@ -75,7 +75,8 @@ def test_classify(models, capsys, tmp_path):
     (tmp_path / "texts").write_text("one\n\nanother\n")
     expected = TextClassifier.from_pretrained(directory)(["one", "another"])
     found = json_of(capsys, "classify", "--text", tmp_path / "texts", "--model", directory)
-    assert [entry["text"] for entry in found] == ["one", "another"]
+    assert [entry["text"] for entry in found] == ["one", "", "another"]
+    expected.insert(1, [])
     assert [entry["labels"] for entry in found] == [[vars(label) for label in labels] for labels in expected]
     status, output = run(capsys, "classify", "one", "--model", directory, "--top", 1)
     assert output.out == f"one\n  {expected[0][0].score:.4f}  {expected[0][0].label}\n"
@@ -145,7 +146,7 @@ def test_search_as_json(models, capsys, tmp_path):
     found = json_of(capsys, "search", "a dog", "the sun", *options)
     assert [one["question"] for one in found] == ["a dog", "the sun"]
     best = found[1]["passages"]
-    assert best[0]["text"] == "the sun" and best[0]["source"] == "texts" and len(best) == 2
+    assert best[0]["text"] == "the sun" and best[0]["source"] == "texts:4" and len(best) == 2
     assert best[0]["score"] == pytest.approx(1) and best[0]["score"] > best[1]["score"]
 
 
@@ -345,6 +346,9 @@ def test_the_module_runs():
         (["embed", "a", "--output", "x.npy", "--no-texts"], "--no-texts is for files"),
         (["embed", "TEXT", "--text", "TEXT", "--output", "vectors"], "--text TEXT is beside files; expected"),
         (["embed", "a", "--output", "x.npy", "--prompt-name", "nobody", "--model", "BertModel"], "'nobody'"),
+        (["embed", "--text", "TEXT", "--output", "vectors"], "or `fastbert embed TEXT --output vectors` for a directory"),
+        (["embed", "--text", "-"], "expected --output PATH.npy for texts of the command line or of stdin"),
+        (["search", "a", " "], "a question is empty"),
         (["search", "a", "--index"], "--index is of a corpus; expected --corpus DIR with it"),
         (["search", "a", "--corpus", "EMPTY", "--text", "TEXT"], "--text and --corpus are both given"),
         (["similarity", "one"], "expected at least two texts"),

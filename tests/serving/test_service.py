@@ -379,6 +379,8 @@ PAIR = {"source_sentence": LONG, "sentences": [LONG]}
         ("/similarity", {"inputs": PAIR}, {"parameters": {"truncate": True}}),
         ("/predict", {"inputs": LONG}, {"truncate": True}),
         ("/rerank", {"query": "rain?", "texts": [LONG]}, {"truncate": True}),
+        ("/", {"inputs": LONG, "model": "tags"}, {"truncate": True}),
+        ("/", {"inputs": "[MASK] " + LONG, "model": "masks"}, {"truncate": True}),
     ],
 )
 def test_long_texts_are_refused_unless_they_may_be_cut(post, path, body, truncate):
