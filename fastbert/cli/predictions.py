@@ -48,7 +48,7 @@ def _model(kind: type, args: argparse.Namespace):
 
 
 def _each(kind: type, args: argparse.Namespace, **options: Any) -> tuple[list[str], list[list]]:
-    """The texts, and a list of results for each. That of a blank line of a file is empty, so that they can be joined."""
+    """The texts, and a list of results for each: empty for a blank line of a file, so that they can be joined."""
     texts = texts_of(args, blank=True)
     asked = [text for text in texts if args.texts or text.strip()]
     found = iter(_model(kind, args)(asked, **options))

@@ -346,7 +346,10 @@ def test_the_module_runs():
         (["embed", "a", "--output", "x.npy", "--no-texts"], "--no-texts is for files"),
         (["embed", "TEXT", "--text", "TEXT", "--output", "vectors"], "--text TEXT is beside files; expected"),
         (["embed", "a", "--output", "x.npy", "--prompt-name", "nobody", "--model", "BertModel"], "'nobody'"),
-        (["embed", "--text", "TEXT", "--output", "vectors"], "or `fastbert embed TEXT --output vectors` for a directory"),
+        (
+            ["embed", "--text", "TEXT", "--output", "vectors"],
+            "or `fastbert embed TEXT --output vectors` for a directory",
+        ),
         (["embed", "--text", "-"], "expected --output PATH.npy for texts of the command line or of stdin"),
         (["search", "a", " "], "a question is empty"),
         (["search", "a", "--index"], "--index is of a corpus; expected --corpus DIR with it"),
