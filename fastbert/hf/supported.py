@@ -6,7 +6,7 @@ might mix tokens. Checks belong to every forward, because users hook, wrap and r
 """
 
 import re
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ HELPERS = (
     "create_position_ids_from_inputs_embeds",
 )
 _helpers: dict[type, tuple[str, ...]] = {}
+_theirs: set[FunctionType] = set()  # those that `_is_theirs` has found: they last as long as their modules
 
 
 class Fallback(Exception):
@@ -224,11 +225,17 @@ def check_attention_function(name: str) -> None:
 def _is_theirs(function: Any) -> bool:
     """Whether transformers wrote the function, and all that functools has wrapped around it. (Its `__module__` does not
     tell: a wrapper copies it, and Dynamo in torch 2.15 takes it from the globals.)"""
-    writer = _written_in(function)
-    while writer.startswith("transformers.") and getattr(function, "__wrapped__", None) is not None:
-        function = function.__wrapped__
-        writer = _written_in(function)
-    return writer.startswith("transformers.models.")
+    remembers = not torch.compiler.is_compiling() and type(function) is FunctionType
+    if remembers and function in _theirs:
+        return True
+    inner, writer = function, _written_in(function)
+    while writer.startswith("transformers.") and getattr(inner, "__wrapped__", None) is not None:
+        inner = inner.__wrapped__
+        writer = _written_in(inner)
+    found = writer.startswith("transformers.models.")
+    if found and remembers:
+        _theirs.add(function)
+    return found
 
 
 def _written_in(function: Any) -> str:
