@@ -216,9 +216,9 @@ def plan(
     that is not a key-padding mask (causal, per query, a bias); TypeError for a dtype that no mask has; with in_runs
     Interrupted, a ValueError, for padding between tokens.
 
-    In code compiled by torch.compile, and for fake tensors, sizes cannot depend on the mask: all batch * seqlen rows
-    stay, visible ones first and zeros after them. There, and in programs of torch.export, a RuntimeError is raised in
-    place of Interrupted.
+    In code compiled by torch.compile, for fake tensors, and for the masks of torch.vmap's rows, sizes cannot depend on
+    the mask: all batch * seqlen rows stay, visible ones first and zeros after them. There, and in programs of
+    torch.export, a RuntimeError is raised in place of Interrupted; within torch.vmap, for any mask with in_runs.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
@@ -229,6 +229,8 @@ def plan(
     if checks.without_values(visible):
         if only_keys is not None:
             raise ValueError("attention_mask: a compiled graph cannot look at a mask's values; pass a (B, S) mask")
+        if in_runs and torch._C._functorch.is_batchedtensor(visible):
+            raise RuntimeError("torch.vmap hides whether padding is between tokens; expected one mask for all its rows")
         if in_runs:
             torch._assert_async(is_in_runs(visible), _INTERRUPTED)
         return _compiled_plan(visible)

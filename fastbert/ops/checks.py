@@ -114,8 +114,11 @@ def values_visible(tensor: Tensor) -> bool:
 
 
 def without_values(tensor: Tensor) -> bool:
-    """Whether it stands for tensors of its shape: in a graph that is being compiled, or as a fake or meta tensor."""
-    return torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta
+    """Whether it stands for tensors of its shape: in a graph that is being compiled, as a fake or meta tensor, or for
+    the rows of another within torch.vmap."""
+    if torch.compiler.is_compiling() or isinstance(tensor, (FakeTensor, FunctionalTensor)) or tensor.is_meta:
+        return True
+    return torch._C._functorch.is_batchedtensor(tensor)
 
 
 def index_range(op: str, name: str, index: Tensor | None, size: int, also: int | None = None) -> None:

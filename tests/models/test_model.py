@@ -389,6 +389,16 @@ def test_vmap_runs_over_batches_and_over_models():
         state = torch.func.stack_module_state(models)
         call = lambda state: torch.func.functional_call(models[0], state, (ids[0],)).last_hidden_state  # noqa: E731
         assert torch.equal(torch.vmap(call)(state), torch.stack([hidden(model, ids[0]) for model in models]))
+        mask = torch.arange(8) < torch.tensor([[8], [3], [1]])
+        masked = lambda model: lambda some, mask: model(some[None], mask[None]).last_hidden_state[0]  # noqa: E731
+        expected = models[0](ids[0], mask).last_hidden_state
+        found = torch.vmap(masked(models[0]))(ids[0], mask)
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max() and not found[~mask].any()
+        relative = BertModel(
+            BertConfig(model_type="mpnet", hidden_size=48, num_attention_heads=4, num_hidden_layers=1)
+        ).eval()
+        with pytest.raises(RuntimeError, match="expected one mask for all its rows"):
+            torch.vmap(masked(relative))(ids[0], mask)
 
 
 @pytest.mark.parametrize(
