@@ -219,10 +219,18 @@ def _agree(directory: Path, manifest: dict[str, Any]) -> None:
         return
     for name, value in manifest.items():
         if there.get(name) != value:
+            other = "other files" if name == "files" else f"another {name}"
             raise ValueError(
-                f"{directory} was begun with another {name}: {there.get(name)!r:.300}, now {value!r:.300}; expected "
+                f"{directory} was begun with {other}: {_shown(there.get(name))}, now {_shown(value)}; expected "
                 "the same, or another directory"
             )
+
+
+def _shown(value: Any) -> str:
+    """An entry of a manifest, for a message."""
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):  # files
+        return ", ".join(f"{each.get('name')} ({each.get('bytes')} bytes, {each.get('blake2b')})" for each in value)
+    return f"{value!r:.300}"
 
 
 def _manifest(directory: Path) -> dict[str, Any]:
