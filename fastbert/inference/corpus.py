@@ -229,7 +229,8 @@ def _agree(directory: Path, manifest: dict[str, Any]) -> None:
 def _shown(value: Any) -> str:
     """An entry of a manifest, for a message."""
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):  # files
-        return ", ".join(f"{each.get('name')} ({each.get('bytes')} bytes, {each.get('blake2b')})" for each in value)
+        shown = (f"{each.get('name')} ({each.get('bytes')} bytes, {each.get('blake2b')})" for each in value)
+        return ", ".join(shown)[:300]
     return f"{value!r:.300}"
 
 
