@@ -72,9 +72,9 @@ class BertConfig:
         _require("model_type", model_type, f"one of {', '.join(BY_MODEL_TYPE)}", lambda v: v in list(BY_MODEL_TYPE))
         self.model_type = model_type
         self.extra = {**self.family.own, **deepcopy(extra or {})}
+        if fields.get("label2id") and not fields.get("id2label"):
+            fields["id2label"] = _inverse(fields["label2id"])
         self.extra |= {name: fields.pop(name) for name in (*self.family.own, *LABEL_NAMES) if name in fields}
-        if self.extra.get("label2id") and not self.extra.get("id2label"):
-            self.extra["id2label"] = _inverse(self.extra["label2id"])
         if self.extra.get("id2label") and "num_labels" not in fields:
             fields["num_labels"] = len(self.extra["id2label"])
         for name, default in _defaults().items():
@@ -276,6 +276,9 @@ class BertConfig:
         model_type = values.get("model_type") or _model_type_of(values.get("architectures") or ())
         if family := BY_MODEL_TYPE.get(str(model_type)):  # __init__ refuses others
             values = _in_our_names(values, family)
+        numbers = values.get("label2id")  # a file's alone counts if it makes sense; transformers does not read it
+        if not values.get("id2label") and _are_label_numbers(numbers) and len(numbers) == values.get("num_labels", 2):
+            values = {**values, "id2label": _inverse(numbers)}
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "model_type"}
         return cls(
             model_type=model_type,
@@ -319,9 +322,12 @@ class BertConfig:
                 raise ValueError(
                     f"BertConfig: {name} has {len(fields[name])} labels; expected num_labels, {fields['num_labels']}"
                 )
+        if fields.get("label2id") and not fields.get("id2label"):
+            fields["id2label"] = _inverse(fields["label2id"])
+        named = [name for name in LABEL_NAMES if fields.get(name)]
         values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
-        if len(values.get("id2label") or ()) != values["num_labels"] or {*LABEL_NAMES} & fields.keys():
-            values = {name: value for name, value in values.items() if name not in LABEL_NAMES or name in fields}
+        if named or len(values.get("id2label") or ()) != values["num_labels"]:
+            values = {name: value for name, value in values.items() if name not in LABEL_NAMES or name in named}
         return self.from_dict(values)
 
     def _check_names(self, fields: dict[str, Any]) -> None:
@@ -334,8 +340,15 @@ class BertConfig:
     def to_dict(self) -> dict:
         """The fields of a config.json for `transformers`, under the family's names."""
         values, names = self._fields() | {"embedding_size": self.embedding_width}, self.family.config_names
-        labels = {"label2id": self.label2id} if self.extra.get("id2label") else {}
-        return self.extra | labels | {names.get(n, n): v for n, v in values.items() if n not in self.family.fixed}
+        values = {names.get(n, n): v for n, v in values.items() if n not in self.family.fixed}
+        return self.extra | ({} if self._labels_agree() else {"label2id": self.label2id}) | values
+
+    def _labels_agree(self) -> bool:
+        """Whether the label2id that was given has the numbers of id2label; transformers writes both, and reads one."""
+        given = self.extra.get("label2id")
+        if not self.extra.get("id2label"):
+            return True
+        return isinstance(given, dict) and all([given.get(name) == n for n, name in self.id2label.items()])
 
     def _fields(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}

@@ -255,9 +255,11 @@ class _BertWithHead(Saveable):
         state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
         unfit = {name for name, x in state.items() if not name.startswith(body) and x.shape != expected[name].shape}
         if unfit and not ignore_mismatched_sizes:
-            of_head = [{name: each[name] for name in unfit} for each in (expected, state)]
+            given = {name: tensor for name, tensor in expected.items() if not name.startswith(body)} | state
+            others = [{name: x for name, x in each.items() if name not in unfit} for each in (expected, given)]
             hint = "; ignore_mismatched_sizes=True initialises parameters of the head anew"
-            raise RuntimeError(f"{checkpoint.misfit(*of_head, self._names)}{hint}")
+            hint = "" if checkpoint.misfit(*others, self._names) else hint
+            raise RuntimeError(checkpoint.misfit(expected, given, self._names) + hint)
         state = {name: tensor for name, tensor in state.items() if name not in unfit}
         new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
         if new:

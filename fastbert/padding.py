@@ -218,19 +218,22 @@ def plan(
 
     In code compiled by torch.compile, for fake tensors, and for the masks of torch.vmap's rows, sizes cannot depend on
     the mask: all batch * seqlen rows stay, visible ones first and zeros after them. There, and in programs of
-    torch.export, a RuntimeError is raised in place of Interrupted; within torch.vmap, for any mask with in_runs.
+    torch.export, a RuntimeError is raised in place of Interrupted. Within torch.vmap, masks of floats raise
+    RuntimeError, and with in_runs all do.
     """
     if torch.jit.is_tracing():
         raise RuntimeError("torch.jit.trace would fix the mask that it sees; use torch.export or torch.compile")
     if attention_mask is None:
         ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
         return Packing(ends, seqlen, batch * seqlen, batch, seqlen)
+    if isinstance(attention_mask, Tensor) and torch._C._functorch.is_batchedtensor(attention_mask):
+        _check_vmapped(attention_mask, in_runs)
     visible, only_keys = visible_keys(attention_mask, batch, seqlen, device)
     if checks.without_values(visible):
         if only_keys is not None:
-            raise ValueError("attention_mask: a compiled graph cannot look at a mask's values; pass a (B, S) mask")
-        if in_runs and torch._C._functorch.is_batchedtensor(visible):
-            raise RuntimeError("torch.vmap hides whether padding is between tokens; expected one mask for all its rows")
+            raise ValueError(
+                "attention_mask: a compiled graph, or torch.vmap, cannot look at a mask's values; pass a (B, S) mask"
+            )
         if in_runs:
             torch._assert_async(is_in_runs(visible), _INTERRUPTED)
         return _compiled_plan(visible)
@@ -247,6 +250,14 @@ def plan(
     if indices.shape[0] == batch * seqlen:
         return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen)
     return Packing(cu_seqlens, longest, indices.shape[0], batch, seqlen, indices, starts_visible=starts_visible)
+
+
+def _check_vmapped(mask: Tensor, in_runs: bool) -> None:
+    """Raises RuntimeError for a mask of torch.vmap's rows whose values would have to be looked at."""
+    if in_runs:
+        raise RuntimeError("torch.vmap hides whether padding is between tokens; expected one mask for all its rows")
+    if mask.is_floating_point():
+        raise RuntimeError(f"torch.vmap hides the values of attention_mask, {mask.dtype}; expected bool or integers")
 
 
 # Whether only keys are masked, whether tokens are in runs; indices, cu_seqlens, longest sequence, starts_visible.

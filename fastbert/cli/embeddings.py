@@ -73,6 +73,7 @@ def add(commands) -> None:
 
 def _search(args: argparse.Namespace) -> None:
     from fastbert.cli.demo import python_documentation
+    from fastbert.data.rows import reader_of
 
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
@@ -85,8 +86,9 @@ def _search(args: argparse.Namespace) -> None:
         if getattr(args, option):
             raise ValueError(f"--{option.replace('_', '-')} is of a corpus; expected --corpus DIR with it")
     if args.text:
-        places = ((f"{args.text.name}:{number}", line) for number, line in enumerate(lines(args.text), 1))
-        passages = [(place, line) for place, line in places if line.strip()]
+        between = ":" if reader_of(args.text) is None else " row "
+        found = enumerate(lines(args.text), 1)
+        passages = [(f"{args.text.name}{between}{number}", line) for number, line in found if line.strip()]
     else:
         passages = python_documentation(300)  # all-MiniLM-L6-v2 cuts texts at 256 tokens, and was trained on 128
     encoder = _encoder(args)
@@ -163,7 +165,8 @@ def _embed(args: argparse.Namespace) -> None:
     texts = texts_of(args, blank=True)
     output = args.output or args.text.with_name(args.text.name + ".npy")
     if output.suffix != ".npy":
-        beside = f", or `fastbert embed {args.text} --output {output}` for a directory" if args.text else ""
+        named = args.text and str(args.text) != "-"
+        beside = f", or `fastbert embed {args.text} --output {output}` for a directory" if named else ""
         raise ValueError(f"--output is {output}; expected a name that ends in .npy{beside}")
     encoder = _encoder(args)
     with replacing(output) as file:  # opened before the work, to report an unwritable path at once

@@ -221,14 +221,15 @@ def _agree(directory: Path, manifest: dict[str, Any]) -> None:
         if there.get(name) != value:
             other = "other files" if name == "files" else f"another {name}"
             raise ValueError(
-                f"{directory} was begun with {other}: {_shown(there.get(name))}, now {_shown(value)}; expected "
-                "the same, or another directory"
+                f"{directory} was begun with {other}: {_shown(there.get(name), value)}, now "
+                f"{_shown(value, there.get(name))}; expected the same, or another directory"
             )
 
 
-def _shown(value: Any) -> str:
-    """An entry of a manifest, for a message."""
-    if isinstance(value, list) and all(isinstance(each, dict) for each in value):  # files
+def _shown(value: Any, other: Any) -> str:
+    """An entry of a manifest, for a message; of files, those that the other entry has not."""
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        value = [each for each in value if not isinstance(other, list) or each not in other] or value
         shown = (f"{each.get('name')} ({each.get('bytes')} bytes, {each.get('blake2b')})" for each in value)
         return ", ".join(shown)[:300]
     return f"{value!r:.300}"

@@ -382,23 +382,23 @@ class EntityTagger(Predictor):
     @torch.inference_mode()
     def compute(self, rows: Sequence[Row]) -> list[list[Entity]]:
         results: list[list[Entity]] = [[] for _ in rows]
+        tags = _tags(label_names(self.config))
         for batch in self._batches(rows):
             best = self._numbers(self.model(**batch.inputs).logits).softmax(-1).max(-1)
             for (i, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
-                words = _words(rows[i]["word_ids"].tolist(), rows[i]["offsets"].tolist())
-                results[i] = self._entities(rows[i]["text"], words, scores.tolist(), labels.tolist())
+                found = _words(rows[i]["word_ids"].tolist(), rows[i]["offsets"].tolist())
+                scores, labels = scores.tolist(), labels.tolist()
+                words = [_Word(tags[labels[first]], scores[first], *span) for first, *span in found]
+                results[i] = list(_entities(rows[i]["text"], words))
         return results
 
-    def _entities(
-        self, text: str, found: Iterator[tuple[int, int, int]], scores: list[float], labels: list[int]
-    ) -> list[Entity]:
-        tags, entities = _tags(label_names(self.config)), []
-        for words in _grouped([_Word(tags[labels[first]], scores[first], *span) for first, *span in found]):
-            (start, end), kind = _trimmed(text, words[0].start, words[-1].end), words[0].tag.kind
-            if kind != "O":
-                score = sum(word.score for word in words) / len(words)
-                entities.append(Entity(kind, score, start, end, text[start:end]))
-        return entities
+
+def _entities(text: str, words: list["_Word"]) -> Iterator[Entity]:
+    for group in _grouped(words):
+        (start, end), kind = _trimmed(text, group[0].start, group[-1].end), group[0].tag.kind
+        if kind != "O":
+            score = sum(word.score for word in group) / len(group)
+            yield Entity(kind, score, start, end, text[start:end])
 
 
 class _Tag(NamedTuple):

@@ -169,6 +169,16 @@ def test_label_names_give_the_number_of_labels():
     for wrong in ({"a": 1}, {"a": 0, "b": 0}, {"a": "0"}, ["a"]):
         with pytest.raises(ValueError, match="label2id is .*; expected a dictionary of numbers, from 0 on"):
             BertConfig(label2id=wrong)
+    for label2id, count, found in (
+        ({"no": 1, "yes": 0}, 2, ["yes", "no"]),
+        ({"no": 1, "yes": 0}, 3, ["LABEL_0", "LABEL_1", "LABEL_2"]),
+        ({"no": "1", "yes": "0"}, 2, ["LABEL_0", "LABEL_1"]),  # transformers writes what it is given
+        (["no"], 2, ["LABEL_0", "LABEL_1"]),
+    ):
+        read = BertConfig.from_dict({"label2id": label2id, "num_labels": count})
+        assert list(read.id2label.values()) == found and read.changed(hidden_size=24).num_labels == count
+    aliases = {"a": 0, "b": 1, "B": 1}
+    assert BertConfig(id2label={0: "a", 1: "b"}, label2id=aliases).to_dict()["label2id"] == aliases
     named = BertConfig().changed(id2label=names)
     assert named.changed(hidden_size=48, num_attention_heads=4).extra["id2label"] == names
     assert "id2label" not in named.changed(num_labels=2).extra

@@ -569,6 +569,9 @@ def test_another_number_of_labels(tmp_path):
         pytest.raises(RuntimeError, match="wrong shape: bert.embeddings.word_embeddings.weight"),
     ):
         fastbert.BertForTokenClassification.from_pretrained(tmp_path, vocab_size=5, **replaced)
+    with pytest.raises(RuntimeError, match="wrong shape: .*word_embeddings.weight.*, expected .*") as caught:
+        fastbert.BertForTokenClassification.from_pretrained(tmp_path, vocab_size=5, num_labels=5)
+    assert "classifier.bias" in str(caught.value) and "ignore_mismatched_sizes" not in str(caught.value)
     hugging_face(CONFIG).save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="lacks classifier.bias, classifier.weight:"):
         model = fastbert.BertForTokenClassification.from_pretrained(tmp_path, num_labels=5, dtype=torch.bfloat16)

@@ -399,6 +399,8 @@ def test_vmap_runs_over_batches_and_over_models():
         ).eval()
         with pytest.raises(RuntimeError, match="expected one mask for all its rows"):
             torch.vmap(masked(relative))(ids[0], mask)
+        with pytest.raises(RuntimeError, match="expected bool or integers"):
+            torch.vmap(masked(models[0]))(ids[0], mask.float())
 
 
 @pytest.mark.parametrize(

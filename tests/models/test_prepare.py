@@ -242,7 +242,7 @@ def test_copies_and_pickles_compute_the_same(model, inputs, precision):
             other.train()
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("precision", ["int8", "fp8"])  # the first makes tensors for it, the second has them
 def test_a_spawned_process_gets_the_model(model, inputs, tmp_path, precision):
     prepared = prepare(model, precision)
     process = torch.multiprocessing.get_context("spawn").Process(target=torch.save, args=(prepared, tmp_path / "model"))
