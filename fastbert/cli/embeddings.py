@@ -160,11 +160,13 @@ def _embed(args: argparse.Namespace) -> None:
         return
     if given := [name for name, default in OF_FILES.items() if getattr(args, name) != default]:
         raise ValueError(f"--{given[0].replace('_', '-')} is for files; expected `fastbert embed FILE --output DIR`")
-    if args.output is None and (args.texts or str(args.text) == "-"):
-        raise ValueError("expected --output PATH.npy for texts of the command line or of stdin")
+    if args.output is None and str(args.text) == "-":
+        raise ValueError("expected --output PATH.npy for texts of stdin")
     texts = texts_of(args, blank=True)
+    if args.output is None and args.text is None:
+        raise ValueError("expected --output PATH.npy for texts of the command line")
     output = args.output or args.text.with_name(args.text.name + ".npy")
-    if output.suffix != ".npy":
+    if output.suffix != ".npy" and not _is_device(output):
         named = args.text and str(args.text) != "-"
         beside = f", or `fastbert embed {args.text} --output {output}` for a directory" if named else ""
         raise ValueError(f"--output is {output}; expected a name that ends in .npy{beside}")
@@ -173,6 +175,11 @@ def _embed(args: argparse.Namespace) -> None:
         found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()
         numpy.save(file, found)
     print(f"{output}: {found.shape} {found.dtype}")
+
+
+def _is_device(path: Path) -> bool:
+    """Whether it is a pipe or the like, which may have any name."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _embed_files(args: argparse.Namespace) -> None:

@@ -102,9 +102,12 @@ class Report:
         return "\n".join(lines)
 
 
-@torch.compiler.assume_constant_result  # so it runs where torch.compile traces a call of it
 def _warn_of_compiled(reason: str) -> None:
     warn(f"fastbert: what is compiled is transformers' own computation, because {reason}", RuntimeWarning)
+
+
+# torch.compiler.assume_constant_result sets this, but imports Dynamo, for a second: the call runs where it is traced.
+_warn_of_compiled._dynamo_marked_constant = True
 
 
 class Acceleration:

@@ -515,9 +515,9 @@ def test_embed_writes_an_array(tmp_path, capsys, encoder):
     import numpy
 
     (tmp_path / "text").write_text("\n".join(WEATHER) + "\n\nsplit\u2028by\x0cnothing\n", encoding="utf-8")
-    status, output = run(capsys, "embed", "--text", str(tmp_path / "text"), "--output", str(tmp_path / "vectors"))
-    vectors = numpy.load(tmp_path / "vectors")[:3]  # a row for each line, also for blank ones
-    assert status == 0 and f"{tmp_path / 'vectors'}: (5, 384) float32" in output.out
+    status, output = run(capsys, "embed", "--text", str(tmp_path / "text"), "--output", str(tmp_path / "vectors.npy"))
+    vectors = numpy.load(tmp_path / "vectors.npy")[:3]  # a row for each line, also for blank ones
+    assert status == 0 and f"{tmp_path / 'vectors.npy'}: (5, 384) float32" in output.out
     assert abs(vectors @ vectors.T - numpy.array(PUBLISHED_WEATHER)).max() <= 0.5e-4 + 1e-6
 
 
@@ -536,7 +536,7 @@ def test_info_says_what_a_bug_report_needs(capsys):
         (["embed", "--text", "LATIN"], "is not UTF-8"),
         (["embed", "--text", "TEXT", "--model", "nowhere"], "there is no directory nowhere"),
         (["embed", "--text", "TEXT", "--device", "nonsense"], "nonsense"),
-        (["embed", "--text", "TEXT", "--output", "nowhere/out"], "No such file"),
+        (["embed", "--text", "TEXT", "--output", "nowhere/out.npy"], "No such file"),
         (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
         (["embed", "a text"], "expected --output PATH.npy for texts of the command line"),
         (["embed", "a text", "--output", "a.npy", "--max-length", "513"], "is 513; expected at most the model"),

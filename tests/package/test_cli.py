@@ -350,7 +350,7 @@ def test_the_module_runs():
             ["embed", "--text", "TEXT", "--output", "vectors"],
             "or `fastbert embed TEXT --output vectors` for a directory",
         ),
-        (["embed", "--text", "-"], "expected --output PATH.npy for texts of the command line or of stdin"),
+        (["embed", "--text", "-"], "expected --output PATH.npy for texts of stdin"),
         (["search", "a", " "], "a question is empty"),
         (["search", "a", "--index"], "--index is of a corpus; expected --corpus DIR with it"),
         (["search", "a", "--corpus", "EMPTY", "--text", "TEXT"], "--text and --corpus are both given"),

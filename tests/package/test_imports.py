@@ -8,7 +8,7 @@ import pytest
 import fastbert
 
 OTHERS = """transformers triton tokenizers matplotlib sklearn onnx onnxscript onnxruntime rich seqeval pyarrow usearch
-    fastapi uvicorn orjson tensorboard""".split()
+    fastapi uvicorn orjson tensorboard torch._dynamo""".split()
 
 # In one process, because each takes seconds to import PyTorch.
 CODE = f"""
