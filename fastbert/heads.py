@@ -255,11 +255,8 @@ class _BertWithHead(Saveable):
         state = {name: tensor for name, tensor in state.items() if name in expected or name.startswith(body)}
         unfit = {name for name, x in state.items() if not name.startswith(body) and x.shape != expected[name].shape}
         if unfit and not ignore_mismatched_sizes:
-            given = {name: tensor for name, tensor in expected.items() if not name.startswith(body)} | state
-            others = [{name: x for name, x in each.items() if name not in unfit} for each in (expected, given)]
-            hint = "; ignore_mismatched_sizes=True initialises parameters of the head anew"
-            hint = "" if checkpoint.misfit(*others, self._names) else hint
-            raise RuntimeError(checkpoint.misfit(expected, given, self._names) + hint)
+            of_head = {name: tensor for name, tensor in expected.items() if not name.startswith(body)}
+            raise RuntimeError(self._misfit(expected, of_head | state, unfit))
         state = {name: tensor for name, tensor in state.items() if name not in unfit}
         new = sorted(name for name in expected.keys() - state.keys() if not name.startswith(body))
         if new:
@@ -269,6 +266,13 @@ class _BertWithHead(Saveable):
             lacks = "has no fitting" if ignore_mismatched_sizes else "lacks"
             warn(f"{directory} {lacks} {names}: initialised anew, to be trained")
         return state
+
+    def _misfit(self, expected: dict[str, Tensor], given: dict[str, Tensor], unfit: set[str]) -> str:
+        """What does not fit, and what to do if it is the head's parameters `unfit` alone."""
+        rest = [{name: x for name, x in each.items() if name not in unfit} for each in (expected, given)]
+        hint = "; ignore_mismatched_sizes=True initialises parameters of the head anew"
+        hint = "" if checkpoint.misfit(*rest, self._names) else hint
+        return checkpoint.misfit(expected, given, self._names) + hint
 
     def _new_dropout(self) -> nn.Dropout | None:
         """The head's dropout; None for a head without."""

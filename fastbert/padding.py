@@ -226,7 +226,7 @@ def plan(
     if attention_mask is None:
         ends = torch.arange(batch + 1, device=device, dtype=torch.int32) * seqlen
         return Packing(ends, seqlen, batch * seqlen, batch, seqlen)
-    if isinstance(attention_mask, Tensor) and torch._C._functorch.is_batchedtensor(attention_mask):
+    if not torch.compiler.is_compiling() and isinstance(attention_mask, Tensor):
         _check_vmapped(attention_mask, in_runs)
     visible, only_keys = visible_keys(attention_mask, batch, seqlen, device)
     if checks.without_values(visible):
@@ -254,6 +254,8 @@ def plan(
 
 def _check_vmapped(mask: Tensor, in_runs: bool) -> None:
     """Raises RuntimeError for a mask of torch.vmap's rows whose values would have to be looked at."""
+    if not torch._C._functorch.is_batchedtensor(mask):
+        return
     if in_runs:
         raise RuntimeError("torch.vmap hides whether padding is between tokens; expected one mask for all its rows")
     if mask.is_floating_point():

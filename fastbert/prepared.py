@@ -142,8 +142,8 @@ class PreparedLinear(nn.Module):
         return state if self.weight is None else state | {"plain": self._sent()}
 
     def _sent(self) -> Any:
-        """What a pickle has in place of the packed tensors. As an argument of a process that is being spawned it is
-        bytes: tensors would be shared by their file descriptors, which these close before the process has them."""
+        """What a pickle has in place of the packed tensors. While a process is spawned, it is bytes: tensors would be
+        shared by file descriptors, which are closed when these are freed, before the process has them."""
         plain = self._plain()
         return plain if get_spawning_popen() is None else pickle.dumps(plain)
 

@@ -441,9 +441,9 @@ def _tags(labels: list[str]) -> list[_Tag]:
     tags = []
     for label in labels:
         prefix, kind = label[:2], label[2:]
-        prefixed = prefix in ("B-", "I-") or (prefix in ("E-", "L-", "S-", "U-") and kind in kinds)
-        known = _Tag(kind, prefix in ("B-", "S-", "U-"), prefix in ("E-", "L-", "S-", "U-"))
-        tags.append(known if prefixed else _Tag(label))
+        ends = prefix in ("E-", "L-", "S-", "U-") and kind in kinds
+        prefixed = ends or prefix in ("B-", "I-")
+        tags.append(_Tag(kind, prefix in ("B-", "S-", "U-"), ends) if prefixed else _Tag(label))
     return tags
 
 
