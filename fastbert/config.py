@@ -72,8 +72,7 @@ class BertConfig:
         _require("model_type", model_type, f"one of {', '.join(BY_MODEL_TYPE)}", lambda v: v in list(BY_MODEL_TYPE))
         self.model_type = model_type
         self.extra = {**self.family.own, **deepcopy(extra or {})}
-        if fields.get("label2id") and not fields.get("id2label"):
-            fields["id2label"] = _inverse(fields["label2id"])
+        fields = _with_id2label(fields)
         self.extra |= {name: fields.pop(name) for name in (*self.family.own, *LABEL_NAMES) if name in fields}
         if self.extra.get("id2label") and "num_labels" not in fields:
             fields["num_labels"] = len(self.extra["id2label"])
@@ -277,8 +276,8 @@ class BertConfig:
         if family := BY_MODEL_TYPE.get(str(model_type)):  # __init__ refuses others
             values = _in_our_names(values, family)
         numbers = values.get("label2id")  # a file's alone counts if it makes sense; transformers does not read it
-        if not values.get("id2label") and _are_label_numbers(numbers) and len(numbers) == values.get("num_labels", 2):
-            values = {**values, "id2label": _inverse(numbers)}
+        if _are_label_numbers(numbers) and len(numbers) == values.get("num_labels", 2):
+            values = _with_id2label(values)
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "model_type"}
         return cls(
             model_type=model_type,
@@ -322,8 +321,7 @@ class BertConfig:
                 raise ValueError(
                     f"BertConfig: {name} has {len(fields[name])} labels; expected num_labels, {fields['num_labels']}"
                 )
-        if fields.get("label2id") and not fields.get("id2label"):
-            fields["id2label"] = _inverse(fields["label2id"])
+        fields = _with_id2label(fields)
         named = [name for name in LABEL_NAMES if fields.get(name)]
         values = {**self.extra, **self._fields(), **_in_our_names(fields, self.family)}
         if named or len(values.get("id2label") or ()) != values["num_labels"]:
@@ -391,10 +389,14 @@ def _model_type_of(architectures: Iterable[str]) -> str:
     return "bert"
 
 
-def _inverse(label2id: object) -> dict[int, str]:
-    """id2label."""
-    _require("label2id", label2id, "a dictionary of numbers, from 0 on, by the names of labels", _are_label_numbers)
-    return {number: name for name, number in sorted(label2id.items(), key=lambda each: each[1])}
+def _with_id2label(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, with id2label from label2id if that is given alone. Raises ValueError if it makes no sense."""
+    numbers = fields.get("label2id")
+    if not numbers or fields.get("id2label"):
+        return fields
+    _require("label2id", numbers, "a dictionary of numbers, from 0 on, by the names of labels", _are_label_numbers)
+    names = sorted(numbers, key=numbers.__getitem__)
+    return {**fields, "id2label": dict(enumerate(names))}
 
 
 def _are_label_numbers(numbers: object) -> bool:

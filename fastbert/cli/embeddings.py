@@ -166,10 +166,7 @@ def _embed(args: argparse.Namespace) -> None:
     if args.output is None and args.text is None:
         raise ValueError("expected --output PATH.npy for texts of the command line")
     output = args.output or args.text.with_name(args.text.name + ".npy")
-    if output.suffix != ".npy" and not _is_device(output):
-        named = args.text and str(args.text) != "-"
-        beside = f", or `fastbert embed {args.text} --output {output}` for a directory" if named else ""
-        raise ValueError(f"--output is {output}; expected a name that ends in .npy{beside}")
+    _check_ending(output, args.text)
     encoder = _encoder(args)
     with replacing(output) as file:  # opened before the work, to report an unwritable path at once
         found = _encode(args, encoder, texts, args.prompt_name).cpu().numpy()
@@ -177,9 +174,13 @@ def _embed(args: argparse.Namespace) -> None:
     print(f"{output}: {found.shape} {found.dtype}")
 
 
-def _is_device(path: Path) -> bool:
-    """Whether it is a pipe or the like, which may have any name."""
-    return path.exists() and not path.is_file() and not path.is_dir()
+def _check_ending(output: Path, text: Path | None) -> None:
+    """Raises ValueError for a name without .npy. A pipe or a device may have any."""
+    if output.suffix == ".npy" or (output.exists() and not output.is_file() and not output.is_dir()):
+        return
+    of_file = text is not None and str(text) != "-"
+    other = f", or `fastbert embed {text} --output {output}` for a directory" if of_file else ""
+    raise ValueError(f"--output is {output}; expected a name that ends in .npy{other}")
 
 
 def _embed_files(args: argparse.Namespace) -> None:

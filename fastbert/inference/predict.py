@@ -393,14 +393,6 @@ class EntityTagger(Predictor):
         return results
 
 
-def _entities(text: str, words: list["_Word"]) -> Iterator[Entity]:
-    for group in _grouped(words):
-        (start, end), kind = _trimmed(text, group[0].start, group[-1].end), group[0].tag.kind
-        if kind != "O":
-            score = sum(word.score for word in group) / len(group)
-            yield Entity(kind, score, start, end, text[start:end])
-
-
 class _Tag(NamedTuple):
     """What a label means: the type of the entity, and whether it begins and ends one."""
 
@@ -422,6 +414,14 @@ def _words(word_ids: list[int], offsets: list[list[int]]) -> Iterator[tuple[int,
         tokens = list(tokens)
         if word != NO_WORD:
             yield tokens[0], offsets[tokens[0]][0], offsets[tokens[-1]][1]
+
+
+def _entities(text: str, words: list[_Word]) -> Iterator[Entity]:
+    for group in _grouped(words):
+        (start, end), kind = _trimmed(text, group[0].start, group[-1].end), group[0].tag.kind
+        if kind != "O":
+            score = sum(word.score for word in group) / len(group)
+            yield Entity(kind, score, start, end, text[start:end])
 
 
 def _grouped(words: list[_Word]) -> Iterator[list[_Word]]:
