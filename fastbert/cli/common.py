@@ -37,9 +37,8 @@ def add_runtime(command: argparse.ArgumentParser, batch_tokens: int | None = 204
     command.add_argument("--precision", choices=list(PRECISIONS), help=packed)
     help_text = f"at most in a batch (default: {batch_tokens or otherwise})"
     command.add_argument("--batch-tokens", type=int, default=batch_tokens, metavar="N", help=help_text)
-    command.add_argument(
-        "--max-length", type=int, metavar="N", help="cut texts to N tokens (default: the model's length)"
-    )
+    length = "cut texts to N tokens; tag and answer read windows of N (default: the model's length; for answer 384)"
+    command.add_argument("--max-length", type=int, metavar="N", help=length)
     command.add_argument("--threads", type=int, metavar="N", help="processor threads (default: PyTorch's)")
     add_device(command)
 

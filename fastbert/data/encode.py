@@ -206,20 +206,22 @@ def empty_side(encoding: Any, pairs: bool) -> int | None:
     return next((side for side in range(1 + pairs) if side not in sides), None)
 
 
-def pieces(encoding: Any, limit: int, split: bool) -> list[slice | np.ndarray]:
-    """Which tokens each example made of an encoding gets: all, those left after a cut, or one part of the text each."""
+def pieces(encoding: Any, limit: int, split: bool, stride: int = 0) -> list[slice | np.ndarray]:
+    """Which tokens each example made of an encoding gets: all, those left after a cut, or one part of the text each.
+    stride: how many tokens consecutive parts share."""
     if len(encoding) <= limit:
         return [slice(None)]
     sequences = _numbers(encoding.sequence_ids)
-    return _parts(sequences, limit) if split else [_cut(sequences, limit)]
+    return _parts(sequences, limit, stride) if split else [_cut(sequences, limit)]
 
 
-def _parts(sequences: np.ndarray, limit: int) -> list[np.ndarray]:
+def _parts(sequences: np.ndarray, limit: int, stride: int) -> list[np.ndarray]:
     """Consecutive parts of the text, each between the special tokens before and after it."""
     text, special = np.flatnonzero(sequences == 0), np.flatnonzero(sequences < 0)
     before, after = special[special < text[0]], special[special > text[-1]]
     room = limit - len(special)
-    return [np.concatenate([before, text[i : i + room], after]) for i in range(0, len(text), room)]
+    starts = range(0, len(text) - stride, room - stride)
+    return [np.concatenate([before, text[start : start + room], after]) for start in starts]
 
 
 def _may_decide(encoding: Any, side: int, max_length: int) -> bool:

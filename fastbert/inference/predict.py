@@ -25,7 +25,7 @@ from fastbert.auto import trained_model
 from fastbert.config import BertConfig
 from fastbert.data.collator import PackingCollator
 from fastbert.data.datasets import QADataset
-from fastbert.data.encode import COLUMNS, NO_WORD, cut_encodings
+from fastbert.data.encode import COLUMNS, NO_WORD, cut_encodings, encodings, pieces
 from fastbert.data.tokenizer import (
     check_tokenizer,
     continuation_prefix,
@@ -123,11 +123,9 @@ class Predictor:
 
     A call runs `compute(encode(texts))`. A service encodes each request separately, and computes several together.
     encode(texts, truncation=False) raises ValueError for a text beyond max_length, compute for NaN in the output.
-    takes_empty: whether a text without a token is accepted, and computed from special tokens alone, or refused.
     """
 
     classes: tuple[type[Saveable], ...]
-    takes_empty = False
 
     def __init__(
         self, model: Saveable, tokenizer: Any, *, max_length: int | None = None, tokens_per_batch: int = 2048
@@ -204,12 +202,9 @@ class Predictor:
 
     def _encode(self, texts: Sequence[Any], *more: str, truncation: bool = True) -> list[Row]:
         """input_ids, token_type_ids and `more` columns of each text or pair of texts, cut at max_length."""
-        names, rows = ("input_ids", "token_type_ids", *more), []
-        for encoding, left in cut_encodings(self.tokenizer, texts, self.max_length, truncation):
-            if not self.takes_empty and all(sequence is None for sequence in encoding.sequence_ids):
-                raise ValueError(f"{type(self).__name__}: texts[{len(rows)}] has no token; expected text")
-            rows.append({name: COLUMNS[name](encoding)[left] for name in names})
-        return rows
+        names = ("input_ids", "token_type_ids", *more)
+        found = cut_encodings(self.tokenizer, texts, self.max_length, truncation)
+        return [{name: COLUMNS[name](encoding)[left] for name in names} for encoding, left in found]
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[_Tokens]:
         """Packed batches of texts of similar length. rows: input_ids and token_type_ids of each text."""
@@ -303,7 +298,7 @@ class TextClassifier(Predictor):
 
         Scores are probabilities: a softmax over the classes, or a sigmoid of each if config.problem_type is
         "multi_label_classification" or there is one label. With "regression" they are the model's outputs, in its
-        order. Raises ValueError for an empty text, TypeError for anything but a list of texts or pairs.
+        order. Raises TypeError for anything but a list of texts or pairs.
         """
         if top_k is not None and top_k < 1:
             raise ValueError(f"TextClassifier: top_k is {top_k}; expected at least 1")
@@ -357,10 +352,18 @@ def label_names(config: BertConfig) -> list[str]:
 
 
 class EntityTagger(Predictor):
-    """Finds entities: runs of words with labels of one type."""
+    """Finds entities, runs of words with labels of one type, in texts of any length."""
 
     classes = (BertForTokenClassification,)
-    takes_empty = True
+
+    def __init__(self, model: Saveable, tokenizer: Any, *, stride: int | None = None, **arguments: Any) -> None:
+        """max_length: tokens in a window; a longer text is read in several. stride: how many tokens consecutive windows
+        share; None means 128, or half of max_length if that is less. Raises ValueError if they share too many."""
+        super().__init__(model, tokenizer, **arguments)
+        self.stride = min(128, self.max_length // 2) if stride is None else stride
+        room = self.max_length - self.tokenizer.num_special_tokens_to_add(False)
+        if not 0 <= self.stride < room:
+            raise ValueError(f"EntityTagger: stride is {stride}; expected 0 to {room - 1} of the {room} of a window")
 
     def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
         """For each text its entities, in order. A word has the label of its first token; O means no entity.
@@ -369,28 +372,47 @@ class EntityTagger(Predictor):
         not begin with B-. Labels that begin with E- (L-) and S- (U-) end an entity and are one by themselves, if the
         model has labels B- or I- of that type (BIOES, BILOU). Equivalent, for models without such labels, to
         transformers' pipeline with aggregation_strategy="first", whose words are not always the tokenizer's
-        (docs/inference.md).
+        (docs/inference.md). A token that two windows share has the label of the one that reads more around it.
         Raises TypeError for anything but a list of strings.
         """
-        return self.compute(self.encode(texts))
+        return self.compute(self.encode(texts, "split"))
 
-    def encode(self, texts: Sequence[str], truncation: bool = True) -> list[Row]:
+    def encode(self, texts: Sequence[str], truncation: bool | str = True) -> list[Row]:
+        """truncation: "split" makes windows of a longer text; True cuts it, and False raises ValueError."""
         texts = list(strings("EntityTagger", "texts", texts))
-        rows = self._encode(texts, "word_ids", "offsets", truncation=truncation)
-        return [row | {"text": text} for row, text in zip(rows, texts, strict=True)]
+        more = ("word_ids", "offsets")
+        if truncation != "split":
+            rows = self._encode(texts, *more, truncation=truncation)
+            return [row | {"text": text, "windows": [slice(None)]} for row, text in zip(rows, texts, strict=True)]
+        return [
+            {name: COLUMNS[name](encoding) for name in (*self.columns, *more)}
+            | {"text": text, "windows": pieces(encoding, self.max_length, True, self.stride)}
+            for text, encoding in zip(texts, encodings(self.tokenizer, texts), strict=True)
+        ]
+
+    def compute(self, rows: Sequence[Row]) -> list[list[Entity]]:
+        tags, results = _tags(label_names(self.config)), []
+        for row, (_, labels, scores) in zip(rows, (best.T for best in self._labels(rows)), strict=True):
+            found = _words(row["word_ids"].tolist(), row["offsets"].tolist())
+            words = [_Word(tags[int(labels[first])], float(scores[first]), *span) for first, *span in found]
+            results.append(list(_entities(row["text"], words)))
+        return results
 
     @torch.inference_mode()
-    def compute(self, rows: Sequence[Row]) -> list[list[Entity]]:
-        results: list[list[Entity]] = [[] for _ in rows]
-        tags = _tags(label_names(self.config))
-        for batch in self._batches(rows):
-            best = self._numbers(self.model(**batch.inputs).logits).softmax(-1).max(-1)
-            for (i, scores), (_, labels) in zip(batch.split(best.values), batch.split(best.indices), strict=True):
-                found = _words(rows[i]["word_ids"].tolist(), rows[i]["offsets"].tolist())
-                scores, labels = scores.tolist(), labels.tolist()
-                words = [_Word(tags[labels[first]], scores[first], *span) for first, *span in found]
-                results[i] = list(_entities(rows[i]["text"], words))
-        return results
+    def _labels(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """(T, 3) float64 for each row: how many tokens the window has around each, and its label and probability."""
+        windows = [(i, window) for i, row in enumerate(rows) for window in row["windows"]]
+        inputs = [{name: rows[i][name][window] for name in self.columns} for i, window in windows]
+        best = [np.full((len(row["input_ids"]), 3), -1.0) for row in rows]
+        for batch in self._batches(inputs):
+            found = self._numbers(self.model(**batch.inputs).logits).softmax(-1).max(-1)
+            for of_window, both in batch.split(torch.stack([found.indices.to(found.values), found.values], -1)):
+                i, window = windows[of_window]
+                place = np.arange(len(both))
+                read = np.column_stack([np.minimum(place, place[::-1]), both.cpu().numpy()])
+                known = best[i][window]
+                best[i][window] = np.where(read[:, :1] > known[:, :1], read, known)
+        return best
 
 
 class _Tag(NamedTuple):

@@ -27,7 +27,6 @@ class CrossEncoder(Predictor):
     """
 
     classes = (BertForSequenceClassification,)
-    takes_empty = True
 
     def __init__(self, model: Saveable, tokenizer: Any, *, activation: str | None = None, **arguments: Any) -> None:
         """activation: applied to the logits; a class of torch.nn by name, one of "Identity", "Sigmoid", "Tanh", ...;

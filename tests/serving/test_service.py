@@ -748,7 +748,7 @@ def test_errors_name_the_request_s_field(post):
     for path, field, body in (
         ("/v1/embeddings", "input[1]", {"input": ["a", LONG]}),
         ("/v1/models/classes:predict", "instances[0]", {"instances": [LONG]}),
-        ("/predict", "inputs[0]", {"inputs": ["\u200d"]}),
+        ("/", "inputs[1]", {"model": "masks", "inputs": ["[MASK]", "no mask"]}),
     ):
         error = post(path, 413 if LONG in str(body) else 422, **body)
         error = error.get("error", error.get("message"))
