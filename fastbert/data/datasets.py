@@ -281,7 +281,7 @@ class TokenClassificationDataset(TokenizedDataset):
         columns, lengths = encode(
             owner,
             words,
-            _with_spaces(tokenizer),
+            spaced(tokenizer),
             max_length=max_length,
             truncation=truncation,
             where=lambda index, side: f"words[{index}]",
@@ -314,7 +314,7 @@ def _word_labels(
     return [list(row) for row in labels]
 
 
-def _with_spaces(tokenizer: Any) -> Any:
+def spaced(tokenizer: Any) -> Any:
     """A copy of the tokenizer; if it is a byte-level BPE, the copy sees a space before each word."""
     from tokenizers import pre_tokenizers
 

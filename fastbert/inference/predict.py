@@ -10,9 +10,9 @@ lists the differences from `transformers`' pipelines for these tasks.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from fastbert import hub
 from fastbert.auto import trained_model
 from fastbert.config import BertConfig
 from fastbert.data.collator import PackingCollator
-from fastbert.data.datasets import QADataset
+from fastbert.data.datasets import QADataset, spaced
 from fastbert.data.encode import COLUMNS, NO_WORD, cut_encodings, encodings, pieces
 from fastbert.data.tokenizer import (
     check_tokenizer,
@@ -365,29 +365,44 @@ class EntityTagger(Predictor):
         if not 0 <= self.stride < room:
             raise ValueError(f"EntityTagger: stride is {stride}; expected 0 to {room - 1} of the {room} of a window")
 
-    def __call__(self, texts: Sequence[str]) -> list[list[Entity]]:
+    def __call__(self, texts: Sequence[str | list[str]]) -> list[list[Entity]]:
         """For each text its entities, in order. A word has the label of its first token; O means no entity.
+
+        Words are the tokenizer's. A list of words in place of a text is tagged by those, as training reads them; start,
+        end and text then refer to the words with a space between any two.
 
         A word continues the entity before it if it has the same type (the label without B- or I-) and its label does
         not begin with B-. Labels that begin with E- (L-) and S- (U-) end an entity and are one by themselves, if the
         model has labels B- or I- of that type (BIOES, BILOU). Equivalent, for models without such labels, to
         transformers' pipeline with aggregation_strategy="first", whose words are not always the tokenizer's
         (docs/inference.md). A token that two windows share has the label of the one that reads more around it.
-        Raises TypeError for anything but a list of strings.
+        Raises TypeError for anything but strings, or lists of strings, but not both.
         """
-        return self.compute(self.encode(texts, "split"))
+        texts = texts if isinstance(texts, (str, bytes, Mapping)) else list(texts)
+        return self.compute(self._of_words(texts) if _are_words(texts) else self.encode(texts, "split"))
 
     def encode(self, texts: Sequence[str], truncation: bool | str = True) -> list[Row]:
         """truncation: "split" makes windows of a longer text; True cuts it, and False raises ValueError."""
         texts = list(strings("EntityTagger", "texts", texts))
-        more = ("word_ids", "offsets")
-        if truncation != "split":
-            rows = self._encode(texts, *more, truncation=truncation)
-            return [row | {"text": text, "windows": [slice(None)]} for row, text in zip(rows, texts, strict=True)]
+        if truncation == "split":
+            return self._windows(texts, encodings(self.tokenizer, texts))
+        rows = self._encode(texts, "word_ids", "offsets", truncation=truncation)
+        return [row | {"text": text, "windows": [slice(None)]} for row, text in zip(rows, texts, strict=True)]
+
+    def _of_words(self, texts: Sequence[list[str]]) -> list[Row]:
+        texts = [list(strings("EntityTagger", f"texts[{i}]", words)) for i, words in enumerate(texts)]
+        rows = self._windows(map(" ".join, texts), encodings(spaced(self.tokenizer), texts, words=True))
+        for row, words in zip(rows, texts, strict=True):
+            starts = accumulate((len(word) + 1 for word in words), initial=0)
+            spans = [(start, start + len(word)) for start, word in zip(starts, [*words, ""], strict=True)]
+            row["offsets"] = np.array(spans)[row["word_ids"]]  # special tokens, of no word, get the last
+        return rows
+
+    def _windows(self, texts: Iterable[str], found: Iterable[Any]) -> list[Row]:
         return [
-            {name: COLUMNS[name](encoding) for name in (*self.columns, *more)}
+            {name: COLUMNS[name](encoding) for name in (*self.columns, "word_ids", "offsets")}
             | {"text": text, "windows": pieces(encoding, self.max_length, True, self.stride)}
-            for text, encoding in zip(texts, encodings(self.tokenizer, texts), strict=True)
+            for text, encoding in zip(texts, found, strict=True)
         ]
 
     def compute(self, rows: Sequence[Row]) -> list[list[Entity]]:
@@ -413,6 +428,10 @@ class EntityTagger(Predictor):
                 known = best[i][window]
                 best[i][window] = np.where(read[:, :1] > known[:, :1], read, known)
         return best
+
+
+def _are_words(texts: Sequence[Any]) -> bool:
+    return isinstance(texts, list) and any(isinstance(text, list) for text in texts)
 
 
 class _Tag(NamedTuple):

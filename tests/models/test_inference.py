@@ -16,7 +16,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification
 from fastbert.cli.demo import python_documentation
-from fastbert.data import create_classification_dataloader, get_tokenizer, save_tokenizer
+from fastbert.data import TokenClassificationDataset, create_classification_dataloader, get_tokenizer, save_tokenizer
 from fastbert.inference import (
     EntityTagger,
     Fill,
@@ -308,30 +308,23 @@ def test_words_of_a_byte_level_tokenizer(checkpoint):
     assert [entity.text for entity in tag([text])[0]] == ["Zürich", ",", "unbelievable", "places"]
 
 
-def test_entities_of_a_text_of_any_length(checkpoint):
-    """Each token has the label of the window that reads most around it: by loops over the tokenizer's windows."""
-    directory, text = checkpoint("BertForTokenClassification", num_labels=5), " ".join(TEXTS[:6])
-    tag = EntityTagger.from_pretrained(directory, max_length=21, stride=7)
-    tokenizer, model = transformers.AutoTokenizer.from_pretrained(directory), tag.model
-    cut = {"truncation": True, "max_length": 21, "stride": 7, "return_overflowing_tokens": True}
-    windows, read = tokenizer(text, return_offsets_mapping=True, **cut), {}
-    for ids, offsets in zip(windows["input_ids"], windows["offset_mapping"], strict=True):
+@pytest.mark.parametrize(("family", "head"), [("bert", "Bert"), ("roberta", "Roberta")])
+def test_lists_of_words_are_tagged_as_the_data_set_reads_them(checkpoint, family, head):
+    labels = {label: f"B-{label}" for label in range(9)}  # each word is an entity
+    tag = EntityTagger.from_pretrained(checkpoint(f"{head}ForTokenClassification", family, id2label=labels))
+    words = [["Jean-Luc", "met", "x\u200by", "in", "St.", "Paris"], ["don't", "stop"]]
+    rows = TokenClassificationDataset(words, None, tag.tokenizer)
+    for row, found, given in zip(rows, tag(words), words, strict=True):
         with torch.no_grad():
-            scores = model(torch.tensor([ids])).logits[0].softmax(-1)
-        for place, (span, score) in enumerate(zip(offsets, scores, strict=True)):
-            around = min(place, len(ids) - 1 - place)
-            if span != (0, 0) and around > read.get(span, (-1,))[0]:
-                read[span] = around, int(score.argmax()), float(score.max())
-    assert len(windows["input_ids"]) > 20 and len({label for _, label, _ in read.values()}) > 1
-    (row,) = tag.encode([text], "split")
-    (found,) = tag._labels([row])
-    found = [one for one, span in zip(found.tolist(), row["offsets"].tolist(), strict=True) if span != [0, 0]]
-    for (_, label, score), span in zip(found, sorted(read), strict=True):
-        assert label == read[span][1] and abs(score - read[span][2]) < CLOSE
-    entities = tag([text, "short"])[0]
-    assert entities[-1].end > len(text) - 20 and all(text[e.start : e.end] == e.text for e in entities)
-    with pytest.raises(ValueError, match="stride is 19; expected 0 to 18 of the 19 of a window"):
-        EntityTagger(tag.model, tag.tokenizer, max_length=21, stride=19)
+            best = tag.model(row["input_ids"][None]).logits[0].argmax(-1).tolist()
+        firsts = [row["word_ids"].tolist().index(word) for word in range(len(given))]
+        assert [(entity.label, entity.text) for entity in found] == [
+            (str(best[first]), word) for first, word in zip(firsts, given, strict=True)
+        ]
+        assert all(" ".join(given)[entity.start : entity.end] == entity.text for entity in found)
+    assert tag([["a"], []])[1] == []
+    with pytest.raises(TypeError, match=r"texts\[0\] is a str; expected several strings"):
+        tag(["a", ["b"]])
 
 
 # ---- answers
