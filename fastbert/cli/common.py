@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DTYPES = ("float32", "bfloat16", "float16")
-TEXT_FILE = 'texts, one a line ("-" for stdin), or in the column "text" of x.jsonl, x.csv, x.tsv or x.parquet'
+TEXT_FILE = 'texts, one a line ("-" for stdin), or in a column of x.jsonl, x.csv, x.tsv or x.parquet'
 
 
 def add_model(command: argparse.ArgumentParser, *, required: bool) -> None:
@@ -81,14 +81,27 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 def add_texts(command: argparse.ArgumentParser, what: str) -> None:
     command.add_argument("texts", nargs="*", metavar="TEXT", help=what)
-    command.add_argument("--text", type=Path, metavar="FILE", help=TEXT_FILE)
+    add_text_file(command)
+
+
+def add_text_file(command: argparse.ArgumentParser, **options: Any) -> None:
+    """Adds --text and --column. options: of --text."""
+    command.add_argument("--text", **{"type": Path, "metavar": "FILE", "help": TEXT_FILE} | options)
+    command.add_argument("--column", metavar="NAME", help='of the file, with the texts (default: "text")')
 
 
 def texts_of(args: argparse.Namespace, blank: bool = False) -> list[str]:
     """The texts on the command line, or the lines of --text. blank: keeps blank lines."""
     if bool(args.texts) == bool(args.text):
         raise ValueError("expected texts, or --text FILE")
-    return no_files(args.texts) or [line for line in lines(args.text) if blank or line.strip()]
+    check_column(args)
+    return no_files(args.texts) or [line for line in lines(args.text, args.column) if blank or line.strip()]
+
+
+def check_column(args: argparse.Namespace) -> None:
+    """Raises ValueError for --column without --text."""
+    if args.column is not None and not args.text:
+        raise ValueError(f"--column is {args.column!r}; expected --text FILE with it")
 
 
 def no_files(texts: list[str], option: str = "--text") -> list[str]:
@@ -99,21 +112,23 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
     return texts
 
 
-def stream(path: Path) -> Iterator[str]:
-    """The texts of a file, or with "-" of stdin, one after the other."""
+def stream(path: Path, column: str | None = None) -> Iterator[str]:
+    """The texts of a file, or with "-" of stdin, one after the other. Raises as `texts_of_file` does."""
     from fastbert.data.corpus import texts_in
     from fastbert.data.rows import texts_of_file
 
     if str(path) != "-":
-        return texts_of_file(path)
+        return texts_of_file(path, column)
+    if column is not None:
+        raise ValueError(f"--column is {column!r}; stdin has texts, one a line")
     if sys.stdin is None:
         raise ValueError("stdin is closed; expected texts, one a line")
     return texts_in("stdin", sys.stdin.buffer)
 
 
-def lines(path: Path) -> list[str]:
+def lines(path: Path, column: str | None = None) -> list[str]:
     """All texts of a file, or with "-" of stdin, blank lines included, so that row i of an array belongs to line i."""
-    texts = list(stream(path))
+    texts = list(stream(path, column))
     if not any(text.strip() for text in texts):
         raise ValueError(f"{path} holds no text")
     return texts

@@ -10,7 +10,9 @@ from fastbert.cli.common import (
     TEXT_FILE,
     add_json,
     add_model,
+    add_text_file,
     add_texts,
+    check_column,
     lines,
     model_options,
     new_console,
@@ -21,7 +23,6 @@ from fastbert.cli.common import (
 from fastbert.cli.progress import progress
 
 OF_FILES = {
-    "column": None,
     "vectors": "float32",
     "no_texts": False,
     "engine": None,
@@ -33,7 +34,7 @@ OF_FILES = {
 def add(commands) -> None:
     search = commands.add_parser("search", help="find the passages that answer a question")
     search.add_argument("question", nargs="+", help="one or several, in quotes")
-    search.add_argument("--text", type=Path, help=f"{TEXT_FILE} (default: Python's documentation)")
+    add_text_file(search, help=f"{TEXT_FILE} (default: Python's documentation)")
     search.add_argument("--corpus", type=Path, metavar="DIR", help="embeddings of `fastbert embed FILE --output DIR`")
     search.add_argument("--index", action="store_true", help="by the corpus's index, approximately, not by all of it")
     other = "accepts embeddings of another model, such as the same one in another --precision"
@@ -49,7 +50,6 @@ def add(commands) -> None:
     embed.add_argument("--output", type=Path, metavar="PATH.npy|DIR", help=output)
     embed.add_argument("--prompt-name", metavar="NAME", help="before each text (default: the model's for documents)")
     option = embed.add_argument_group("files").add_argument
-    option("--column", help="with the texts (default: text)")
     option("--vectors", choices=("float32", "float16"), help="numbers in the files")
     option("--no-texts", action="store_true", help="leaves the texts out")
     option("--engine", choices=("ray",), help="computes on a cluster of Ray (default: in this process)")
@@ -75,6 +75,7 @@ def _search(args: argparse.Namespace) -> None:
     from fastbert.cli.demo import python_documentation
     from fastbert.data.rows import reader_of
 
+    check_column(args)
     if args.top < 1:
         raise ValueError(f"--top is {args.top}; expected at least 1")
     if not all(question.strip() for question in no_files(args.question)):
@@ -87,7 +88,7 @@ def _search(args: argparse.Namespace) -> None:
             raise ValueError(f"--{option.replace('_', '-')} is of a corpus; expected --corpus DIR with it")
     if args.text:
         between = ":" if reader_of(args.text) is None else " row "
-        found = enumerate(lines(args.text), 1)
+        found = enumerate(lines(args.text, args.column), 1)
         passages = [(f"{args.text.name}{between}{number}", line) for number, line in found if line.strip()]
     else:
         passages = python_documentation(300)  # all-MiniLM-L6-v2 cuts texts at 256 tokens, and was trained on 128

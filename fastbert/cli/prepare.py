@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from fastbert.cli.common import TEXT_FILE, stream
+from fastbert.cli.common import add_text_file, stream
 from fastbert.cli.progress import progress
 from fastbert.files import require_readable
 
 
 def add(commands) -> None:
     prepare = commands.add_parser("prepare", help="tokenise text files for training, without duplicates if you like")
-    prepare.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help=TEXT_FILE)
+    add_text_file(prepare, nargs="+", required=True)
     prepare.add_argument("--tokenizer", required=True, metavar="DIR", help="a directory, or a name on the hub")
     prepare.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new directory, for TokenFile")
     prepare.add_argument("--min-characters", type=int, default=1, metavar="N", help="of a text (default: 1)")
@@ -34,7 +34,7 @@ def _prepare(args: argparse.Namespace) -> None:
         raise ValueError("--text has - twice; expected it once, because stdin ends")
     require_readable(path for path in args.text if str(path) != "-")
     with progress("preparing") as advance:
-        texts = chain.from_iterable(map(stream, args.text))
+        texts = chain.from_iterable(stream(path, args.column) for path in args.text)
         kept = Filtered(_counted(texts, advance), *_filters(args))
         write_tokens(kept, get_tokenizer(args.tokenizer), args.output)
     counts = json.loads((args.output / "tokens.json").read_text())

@@ -16,6 +16,8 @@ from fastbert.cli.common import (
     TEXT_FILE,
     add_device,
     add_json,
+    add_text_file,
+    check_column,
     device_of,
     lines,
     no_files,
@@ -57,7 +59,7 @@ def _add_check(commands) -> None:
 
     check = commands.add_parser("check", help="compare your model on your text with float64 and with transformers")
     check.add_argument("--model", help="a directory or a name on the hub (default: all-MiniLM-L6-v2, if installed)")
-    check.add_argument("--text", type=Path, help=f"{TEXT_FILE} (default: Python's documentation)")
+    add_text_file(check, help=f"{TEXT_FILE} (default: Python's documentation)")
     check.add_argument("--json", type=Path, metavar="OUT", help="write the report there as well")
     add_device(check)
     check.add_argument("--dtypes", nargs="+", choices=[*DTYPES, "float64"], help="(default: all)")
@@ -77,8 +79,9 @@ def _check(args: argparse.Namespace) -> int:
     from fastbert.cli.demo import minilm
 
     _only_one_check(args)
+    check_column(args)
     count = args.batch or (16 if args.prepare else 4)
-    texts = check.spread(lines(args.text), count) if args.text else check.default_texts(count)
+    texts = check.spread(lines(args.text, args.column), count) if args.text else check.default_texts(count)
     model = args.model or minilm()
     with Console(stderr=True).status("reading") as status:
         common = {"max_length": args.max_length, "tell": status.update}

@@ -72,9 +72,9 @@ def test_fill_mask(models, capsys):
 
 def test_classify(models, capsys, tmp_path):
     directory = models / "BertForSequenceClassification"
-    (tmp_path / "texts").write_text("one\n\nanother\n")
+    (tmp_path / "texts.csv").write_text("id,review\n1,one\n2,\n3,another\n")
     expected = TextClassifier.from_pretrained(directory)(["one", "another"])
-    found = json_of(capsys, "classify", "--text", tmp_path / "texts", "--model", directory)
+    found = json_of(capsys, "classify", "--text", tmp_path / "texts.csv", "--column", "review", "--model", directory)
     assert [entry["text"] for entry in found] == ["one", "", "another"]
     expected.insert(1, [])
     assert [entry["labels"] for entry in found] == [[vars(label) for label in labels] for labels in expected]
@@ -340,7 +340,13 @@ def test_the_module_runs():
         (["rerank", "a?", "b", "--model", "BertReranker", "--top", "0"], "top_k is 0"),
         (["rerank", "a?", "b", "--model", "BertForSequenceClassification"], "with 2 labels; expected one label"),
         (["rerank", "a?", "b", "--model", "BertModel"], "architectures is BertModel; expected BertForSequenceClass"),
-        (["embed", "a", "--output", "x.npy", "--column", "b"], "--column is for files; expected `fastbert embed FILE"),
+        (["embed", "a", "--output", "x.npy", "--column", "b"], "--column is 'b'; expected --text FILE with it"),
+        (["check", "--model", "BertModel", "--column", "b"], "--column is 'b'; expected --text FILE with it"),
+        (
+            ["tag", "--text", "-", "--column", "b", "--model", "BertForTokenClassification"],
+            "stdin has texts, one a line",
+        ),
+        (["tag", "--text", "TEXT", "--column", "b", "--model", "BertForTokenClassification"], "read as lines of text"),
         (["embed", "a", "--output", "x.npy", "--shard-rows", "2"], "--shard-rows is for files"),
         (["embed", "a", "--output", "x.npy", "--no-texts"], "--no-texts is for files"),
         (["embed", "TEXT", "--text", "TEXT", "--output", "vectors"], "--text TEXT is beside files; expected"),
