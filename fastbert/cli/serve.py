@@ -27,7 +27,8 @@ def add(commands) -> None:
     option("--host", default="127.0.0.1", help="0.0.0.0 for all networks (default: this machine alone)")
     option("--port", type=int, default=8080, help="(default: 8080)")
     option("--api-key-file", type=Path, metavar="FILE", help="keys that clients send as Bearer tokens, one a line")
-    option("--max-inputs", type=int, default=32, metavar="N", help="texts or pairs in a request (default: 32)")
+    many = "texts or pairs in a request (default: 32; OpenAI's route 2048, Cohere's 1000)"
+    option("--max-inputs", type=int, metavar="N", help=many)
     option("--max-body", type=int, default=2_000_000, metavar="BYTES", help="of a request (default: 2000000)")
     option("--max-requests", type=int, default=512, metavar="N", help="at once; others are refused, 429 (default: 512)")
     cut = "cut texts at the model's length unless a request says otherwise (default: they are refused, 413)"

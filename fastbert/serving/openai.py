@@ -14,6 +14,7 @@ from fastbert.serving.errors import Problem
 from fastbert.serving.models import EMBED
 from fastbert.serving.service import Service
 
+INPUTS = 2048  # of OpenAI's own service
 BEGAN = int(time.time())
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "service_unavailable"}
 
@@ -45,7 +46,7 @@ def routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embed(body: EmbeddingsBody, request: Request) -> Response:
         inputs = several(body.input)
-        service.check("input", inputs)
+        service.check("input", inputs, INPUTS)
         model = service.model(body.model, EMBED)
         vectors, tokens = await embeddings(
             service, request, model, inputs, truncate=service.truncates(None), dimensions=body.dimensions, field="input"

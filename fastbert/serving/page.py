@@ -18,7 +18,7 @@ from fastbert.inference.plots import attention_weights
 from fastbert.serving.answers import check_text, json_response
 from fastbert.serving.errors import invalid
 from fastbert.serving.models import FILL, ServedModel
-from fastbert.serving.service import Service
+from fastbert.serving.service import INPUTS, Service
 
 PAGE = Path(__file__).with_name("page.html")
 MOST_TOKENS = 64  # in a text whose attention is drawn
@@ -59,7 +59,7 @@ def routes(service: Service) -> APIRouter:
                 "version": fastbert.__version__,
                 "models": {model.name: list(model.predictors) for model in served},
                 "tokens": {model.name: tokens_of(model) for model in served},
-                "max_client_batch_size": service.limits.inputs,
+                "max_client_batch_size": service.limits.inputs or INPUTS,
             }
         )
 

@@ -13,6 +13,8 @@ from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import RERANK
 from fastbert.serving.service import Service
 
+DOCUMENTS = 1000  # in a request; Cohere advises against more
+
 
 class Document(BaseModel):
     text: str
@@ -48,7 +50,7 @@ def routes(service: Service) -> APIRouter:
 async def answer(service: Service, request: Request, body: RerankBody) -> Response:
     """The top_n best documents, best first. relevance_score: the sigmoid of the model's logit."""
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
-    service.check("documents", texts)
+    service.check("documents", texts, DOCUMENTS)
     service.check("query", [body.query])
     model = service.model(body.model, RERANK)
     if body.max_tokens_per_doc is not None and body.max_tokens_per_doc < model.max_length:

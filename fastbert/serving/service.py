@@ -19,22 +19,23 @@ from fastbert.serving.queue import Lane, TokenQueue
 
 CHARACTERS_PER_TOKEN = 4  # in English text; estimates the tokens of texts that are not tokenized yet
 FEW = 500  # characters, which take 0.2 ms to tokenize in English, and 1 ms in Chinese
+INPUTS = 32  # in a request, where its route has no other number
 MOST = 10**9  # every limit is below it
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a service. inputs: texts or pairs in a request. body: bytes. requests: at once, from the arrival of
-    their headers on. batch_tokens, waiting_tokens, stall, workers: those of TokenQueue; batch_tokens None means 16384
-    if a model is on a GPU, else 4096, which suits a CPU's caches. Each worker computes with `torch.get_num_threads()`
-    threads; divide the cores between the workers.
+    """Limits of a service. inputs: texts or pairs in a request; None means 32, on OpenAI's route 2048 and on Cohere's
+    1000. body: bytes. requests: at once, from the arrival of their headers on. batch_tokens, waiting_tokens, stall,
+    workers: those of TokenQueue; batch_tokens None means 16384 if a model is on a GPU, else 4096, which suits a CPU's
+    caches. Each worker computes with `torch.get_num_threads()` threads; divide the cores between the workers.
 
     timeout: seconds for a body to arrive, and again for the answer to it. Raises ValueError for numbers that are not
     above 0, or not below 10^9.
     """
 
-    inputs: int = 32
+    inputs: int | None = None
     body: int = 2_000_000
     batch_tokens: int | None = None
     waiting_tokens: int = 1 << 20
@@ -108,12 +109,13 @@ class Service:
         able = [model for model in self.models.values() if task in model.predictors]
         return [*its_own, *able, *self.models.values()][0]
 
-    def check(self, name: str, inputs: Sequence[Any]) -> None:
-        """Raises Problem for no input, for too many inputs, and for an empty text."""
+    def check(self, name: str, inputs: Sequence[Any], most: int = INPUTS) -> None:
+        """Raises Problem for no input, for an empty text, and for too many inputs: more than the limit of the service
+        or, without one, than `most`."""
         if not inputs:
             raise invalid(name, "is empty; expected at least one")
-        if len(inputs) > self.limits.inputs:
-            raise invalid(name, f"has {len(inputs)} entries; expected at most {self.limits.inputs}", 413)
+        if len(inputs) > (most := self.limits.inputs or most):
+            raise invalid(name, f"has {len(inputs)} entries; expected at most {most}", 413)
         for index, text in enumerate(inputs):
             if not all(text if isinstance(text, tuple) else (text,)):
                 raise invalid(f"{name}[{index}]", "is empty; expected text")

@@ -29,7 +29,7 @@ from fastbert.serving.answers import (
 )
 from fastbert.serving.errors import Problem, invalid
 from fastbert.serving.models import CLASSIFY, EMBED, FILL, RERANK, Lane, ServedModel
-from fastbert.serving.service import CHARACTERS_PER_TOKEN, Service
+from fastbert.serving.service import CHARACTERS_PER_TOKEN, INPUTS, Service
 
 MOST_TOKENS = 1 << 16  # in an answer of /tokenize, where each takes a hundred bytes
 
@@ -261,7 +261,7 @@ def info_of(service: Service, model: ServedModel) -> dict[str, Any]:
         "max_input_length": model.max_length,
         "max_batch_tokens": service.queue.batch_tokens,
         "max_batch_requests": None,
-        "max_client_batch_size": limits.inputs,
+        "max_client_batch_size": limits.inputs or INPUTS,
         "auto_truncate": service.auto_truncate,
         "version": fastbert.__version__,
     }

@@ -733,15 +733,22 @@ def test_what_cannot_be_served(directory, tmp_path):
 
 
 def test_texts_are_cut_where_the_service_says_so(directory):
-    limits = Limits(inputs=8, body=20_000, timeout=20.0)
-    service = Service([load(directory / name) for name in NAMES], limits, auto_truncate=True)
+    """And how many may come at once on each route, where it does not say so."""
+    service = Service([load(directory / name) for name in NAMES], Limits(timeout=20.0), auto_truncate=True)
     with listening(create_app(service)) as address, httpx.Client(base_url=address, timeout=20) as client:
         bodies = {"/v1/embeddings": {"input": LONG}, "/embed": {"inputs": LONG}, "/predict": {"inputs": LONG}}
         bodies["/v1/models/tags:predict"] = {"instances": [LONG]}
         for path, body in bodies.items():
             assert client.post(path, json=body).status_code == 200, path
         assert client.post("/embed", json={"inputs": LONG, "truncate": False}).status_code == 413
-        assert client.get("/info").json()["auto_truncate"] is True
+        info = client.get("/info").json()
+        assert info["auto_truncate"] is True and info["max_client_batch_size"] == 32
+        for path, most, body in (
+            ("/embed", 32, lambda texts: {"inputs": texts}),
+            ("/v1/embeddings", 2048, lambda texts: {"input": texts}),
+            ("/v2/rerank", 1000, lambda texts: {"documents": texts, "query": "a"}),
+        ):
+            assert [client.post(path, json=body(["a"] * n)).status_code for n in (most, most + 1)] == [200, 413], path
 
 
 def test_errors_name_the_request_s_field(post):
