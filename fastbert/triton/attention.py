@@ -24,7 +24,6 @@ from torch import Tensor
 
 from fastbert.triton import attention_short
 from fastbert.triton.attention_tiles import (
-    FILL,
     LARGE,
     LOG2E,
     LOWEST,
@@ -174,17 +173,7 @@ def forward(
     call = Call(qkv, cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
     if call.short:
         return attention_short.forward(call, rng)
-    out = qkv.new_empty((call.tokens, call.heads, call.D))
-    lse = qkv.new_empty((call.heads, call.tokens), dtype=torch.float32)
-    config = call.pick(FORWARD, "forward")
-    fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
-    programs = fill + tiles * call.heads * call.batch
-    launch(
-        _forward, (programs if call.tokens else 0,), call.qkv, call.cu_seqlens, rng, out, lse,
-        *call.sizes, tiles, fill, call.heads, *call.scalars,
-        config=config, FILL=FILL, DROPOUT=call.drops, **call.constants,
-    )  # fmt: skip
-    return out, lse
+    return call.forward(_forward, FORWARD, rng, "forward")
 
 
 # ---- backward: with P = exp(S - lse), F the dropout factors and delta = rowsum(dO O): dV = (P F)^T dO, dP = dO V^T F,
@@ -337,32 +326,25 @@ def backward(
     dqkv, dout = call.qkv.new_empty(call.qkv.shape), dout.contiguous()
     if call.tokens == 0:
         return dqkv
-    config = call.pick(PREPARE)
-    delta, shift, inverse = (lse.new_empty(lse.shape) for _ in range(3))
-    fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
-    # On Ampere the TF32 products of the backward with dropout would spill.
-    constants = call.constants | ({"PRECISION": "ieee"} if architecture(qkv.device) < 90 else {})
-    launch(
-        _prepare, (fill + tiles * call.heads * call.batch,), call.qkv, call.cu_seqlens, out.contiguous(),
-        lse.contiguous(), dout, dqkv, delta, shift, inverse, *call.sizes, tiles, fill, call.heads, scale,
-        config=config, FILL=FILL, **constants,
-    )  # fmt: skip
+    if architecture(qkv.device) < 90:  # there the TF32 products of the backward with dropout would spill
+        call.constants["PRECISION"] = "ieee"
+    statistics = call.statistics(_prepare, PREPARE, dout, out, lse, dqkv)
     config, sequence_heads = call.pick(KEYS, "keys"), call.heads * call.batch
     N = config.tiles["N"]
     enough = call.longest <= N or sequence_heads >= multiprocessors(qkv.device)
     one_pass = enough and call.longest <= call.pick(ONE_PASS, "one_pass")
-    inputs = call.qkv, call.cu_seqlens, rng, dout, delta, shift, inverse, dqkv
+    inputs = call.qkv, call.cu_seqlens, rng, dout, *statistics, dqkv
     sums = out.new_empty(out.shape if one_pass and call.longest > N else (0,), dtype=torch.float32)
     tiles = 1 if one_pass else call.tiles(N)
     launch(
         _backward, (tiles * sequence_heads,), *inputs, sums, *call.sizes, tiles, call.heads, *call.scalars,
-        config=config, NEED_DQ=one_pass, DROPOUT=call.drops, **constants,
+        config=config, NEED_DQ=one_pass, DROPOUT=call.drops, **call.constants,
     )  # fmt: skip
     if not one_pass:
         config = call.pick(QUERIES, "queries")
         tiles = call.tiles(config.tiles["M"])
         launch(
             _backward_queries, (tiles * sequence_heads,), *inputs, *call.sizes, tiles, call.heads, *call.scalars,
-            config=config, DROPOUT=call.drops, **constants,
+            config=config, DROPOUT=call.drops, **call.constants,
         )  # fmt: skip
     return dqkv

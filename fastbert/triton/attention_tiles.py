@@ -1,10 +1,12 @@
 """Shared by the attention kernels: sequences of a packed batch, tiles of a head, dropout, and a step of softmax."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fastbert.triton.attention_tuned import TUNED
-from fastbert.triton.common import architecture, dropout, multiprocessors, philox, pick, precision, site_key
+from fastbert.triton.common import architecture, dropout, launch, multiprocessors, philox, pick, precision, site_key
 
 FILL = 128  # tokens per program that clears uncovered ones
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -230,6 +232,7 @@ class Call:
         self.width = max(16, triton.next_power_of_2(self.D))
         self.drops = threshold > 0
         self.constants = {"PRECISION": precision(qkv), "D": self.D, "WIDTH": self.width}
+        self.tables = []
 
     def tiles(self, size: int) -> int:
         return max(1, triton.cdiv(self.longest, size))
@@ -240,3 +243,28 @@ class Call:
         shape = self.width, 8 * self.qkv.element_size(), few
         tuned = TUNED.get((kernel, architecture(self.qkv.device), *shape))
         return pick(table, self.qkv.device, *shape) if tuned is None else tuned
+
+    def forward(self, kernel, table, rng: Tensor | None, name: str = "") -> tuple[Tensor, Tensor]:
+        """The output, and the logarithm of the sum of the exponentials of each row's scores."""
+        out = self.qkv.new_empty((self.tokens, self.heads, self.D))
+        lse = self.qkv.new_empty((self.heads, self.tokens), dtype=torch.float32)
+        self._launch_filling(
+            kernel, self.pick(table, name), (rng, out, lse), self.scalars, {"DROPOUT": self.drops} | self.constants
+        )
+        return out, lse
+
+    def statistics(self, kernel, table, dout: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor) -> list[Tensor]:
+        """Returns delta, shift and inverse, and writes zeros to dqkv for tokens that no sequence covers."""
+        found = [lse.new_empty(lse.shape) for _ in range(3)]
+        rows = out.contiguous(), lse.contiguous(), dout, dqkv, *found
+        self._launch_filling(kernel, self.pick(table), rows, self.scalars[:1], self.constants)
+        return found
+
+    def _launch_filling(self, kernel, config, rows, scalars, constants) -> None:
+        """Programs for the tiles of M queries, and behind them those for tokens that no sequence covers."""
+        fill, tiles = triton.cdiv(self.tokens, FILL), self.tiles(config.tiles["M"])
+        programs = fill + tiles * self.heads * self.batch if self.tokens else 0
+        launch(
+            kernel, (programs,), self.qkv, *self.tables, self.cu_seqlens, *rows, *self.sizes, tiles, fill, self.heads,
+            *scalars, config=config, FILL=FILL, **constants,
+        )  # fmt: skip

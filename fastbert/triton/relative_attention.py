@@ -21,7 +21,6 @@ from torch import Tensor
 
 from fastbert.triton import sums
 from fastbert.triton.attention_tiles import (
-    FILL,
     LARGE,
     LOG2E,
     LOWEST,
@@ -211,17 +210,7 @@ def forward(
     max_seqlen: int, scale: float, dropout_p: float, rng: Tensor | None, site: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     call = _Call(qkv, (slots, keys, queries, bias), cu_seqlens, max_seqlen, scale, dropout_p, rng, site)
-    out = qkv.new_empty((call.tokens, call.heads, call.D))
-    lse = qkv.new_empty((call.heads, call.tokens), dtype=torch.float32)
-    config = call.pick(FORWARD)
-    fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
-    programs = fill + tiles * call.heads * call.batch
-    launch(
-        _forward, (programs if call.tokens else 0,), call.qkv, *call.tables, call.cu_seqlens, rng, out, lse,
-        *call.sizes, tiles, fill, call.heads, *call.scalars,
-        config=config, FILL=FILL, DROPOUT=call.drops, **call.constants,
-    )  # fmt: skip
-    return out, lse
+    return call.forward(_forward, FORWARD, rng)
 
 
 # ---- backward: P, F, delta and dS are as in attention.py; with dA[i, d] = dS[i, i - d] and dB[d, j] = dS[j + d, j],
@@ -464,8 +453,8 @@ def backward(
         call.constants["PRECISION"] = "ieee"
     dqkv, dout = call.qkv.new_empty(call.qkv.shape), dout.contiguous()
     if call.tokens:
-        delta, shift, inverse = _statistics(call, dout, out, lse, dqkv)
-        inputs = call.qkv, *call.tables, call.cu_seqlens, rng, dout, delta, shift, inverse
+        statistics = call.statistics(_prepare, PREPARE, dout, out, lse, dqkv)
+        inputs = call.qkv, *call.tables, call.cu_seqlens, rng, dout, *statistics
         for kernel, table, side in ((_backward, KEYS, "N"), (_backward_queries, QUERIES, "M")):
             config = call.pick(table)
             tiles = call.tiles(config.tiles[side])
@@ -478,19 +467,6 @@ def backward(
     if not call.tokens:
         return dqkv, *[qkv.new_empty(0) if table is None else torch.zeros_like(table) for table in call.tables[1:]]
     return dqkv, *_table_gradients(call, inputs)
-
-
-def _statistics(call: "_Call", dout: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor) -> list[Tensor]:
-    """Returns delta, shift and inverse, and writes zeros to dqkv for tokens that no sequence covers."""
-    config = call.pick(PREPARE)
-    found = [lse.new_empty(lse.shape) for _ in range(3)]
-    fill, tiles = triton.cdiv(call.tokens, FILL), call.tiles(config.tiles["M"])
-    launch(
-        _prepare, (fill + tiles * call.heads * call.batch,), call.qkv, *call.tables, call.cu_seqlens, out.contiguous(),
-        lse.contiguous(), dout, dqkv, *found, *call.sizes, tiles, fill, call.heads, call.scalars[0],
-        config=config, FILL=FILL, **call.constants,
-    )  # fmt: skip
-    return found
 
 
 def _table_gradients(call: "_Call", inputs: tuple) -> list[Tensor]:
