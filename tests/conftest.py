@@ -108,6 +108,10 @@ class Run:
         if reason := self.why_not(dtype, backward):
             self.skip(reason)
 
+    def require_emulation(self) -> None:
+        if self.name != "cuda" or self.device != "cpu":
+            self.skip("for CUDA kernels on the CPU")
+
     @property
     def rounds_fma_twice(self) -> bool:
         """Whether a fused multiply-add is rounded twice: Triton's interpreter does that, no device does."""

@@ -4,6 +4,7 @@ import copy
 import functools
 import importlib.util
 import io
+import json
 import pickle
 import string
 import tempfile
@@ -86,6 +87,11 @@ def batch(lengths: list[int], seqlen: int, vocabulary: int = 99, side: str = "ri
         "attention_mask": mask.flip(1) if side == "left" else mask,
     }
     return {name: tensor.to(DEVICE) for name, tensor in ids.items()}
+
+
+def edit(path: Path, **values) -> None:
+    """Changes entries of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def integers(low: int, high: int, *shape: int) -> Tensor:

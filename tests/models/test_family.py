@@ -202,12 +202,13 @@ def test_packed_equals_padded(family, kind, training):
     inputs, labels = example(model, kind)
     visible = inputs["attention_mask"].flatten(0, -2).bool()
     results = []
-    for arguments in (inputs | labels, packed(inputs, labels)):
+    for arguments in (inputs | labels, packed(inputs, labels), packed(inputs, labels) | {"max_seqlen": None}):
         torch.manual_seed(5)
-        results.append(outputs(model(**arguments), visible))
-    assert results[0].keys() == results[1].keys() and results[0]
-    for name, value in results[0].items():
-        assert torch.equal(value.flatten(), results[1][name].flatten()), name
+        results.append(outputs(model(**arguments, output_hidden_states=True), visible))
+    for other in results[1:]:
+        assert results[0].keys() == other.keys() and results[0]
+        for name, value in results[0].items():
+            assert torch.equal(value.flatten(), other[name].flatten()), name
 
 
 @every_model
@@ -267,6 +268,7 @@ def test_the_head_drops_as_transformers_does(family, kind):
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
+        ("bert", {}),
         ("distilbert", {}),  # no dropout after attention
         ("albert", {"embedding_size": 48}),  # one layer with other masks in each run; no dropout after its second half
         ("albert", {"embedding_size": 48, "num_hidden_groups": 2}),
@@ -288,9 +290,10 @@ def test_training_with_dropout_is_exact(family, changes, monkeypatch):
     key = random.new_key(DEVICE)
     monkeypatch.setattr(random, "new_key", lambda device: key)
     masks = reference_masks(model, key, LENGTHS, SEQLEN)
-    absent = 1 if family == "distilbert" else 2  # which of a layer's three sites has no dropout
+    absent = {"bert": (), "distilbert": (1,), "albert": (2,)}[family]  # which of a layer's three sites have no dropout
     for layer in range(4):
-        masks[random.layer_sites(layer)[absent]].fill_(1)
+        for site in absent:
+            masks[random.layer_sites(layer)[site]].fill_(1)
     result = model(**inputs, output_hidden_states=True)
     states, _ = truth(**inputs, masks=masks)
     visible = inputs["attention_mask"].bool()

@@ -2,14 +2,17 @@
 
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
+import test_family
 import torch
 import torch.nn.functional as F
 import transformers
 from small_models import (
     DEVICE,
     LOGITS,
+    SIZES,
     TINY,
     assert_gradients,
     batch,
@@ -17,17 +20,15 @@ from small_models import (
     hugging_face,
     integers,
     packed,
-    randomised,
 )
+from test_family import CLASSES, LENGTHS, SEQLEN, assert_accurate, run
 from torch.nn.utils import prune
 
 import fastbert
-from fastbert import heads, testing
-from fastbert.checkpoint import TIED, to_hugging_face
-from fastbert.testing import Result
+from fastbert import heads
+from fastbert.checkpoint import TIED
 
-LENGTHS, SEQLEN, CLASSES = [7, 1, 12, 4], 12, 3
-CONFIG = TINY.changed(num_labels=CLASSES, hidden_dropout_prob=0.1, num_hidden_layers=2)
+CONFIG = fastbert.BertConfig(**SIZES, num_labels=CLASSES)
 
 HEADS = (
     "BertForPreTraining",
@@ -41,72 +42,31 @@ HEADS = (
 MASKED_LM = HEADS[:2]
 
 
-def their(name, attention="sdpa", **changes):
-    """transformers' model, with biases and LayerNorms that are not trivial."""
-    values = {"num_labels": 2 if name == "BertForQuestionAnswering" else CLASSES, **changes}
-    config = transformers.BertConfig(**CONFIG.changed(**values).to_dict(), attn_implementation=attention)
-    return randomised(getattr(transformers, name)(config))
+def their(name, **changes):
+    return test_family.their("bert", name.removeprefix("Bert"), **changes)
 
 
-def our(model):
-    """Our model with the weights and configuration of theirs."""
-    config = fastbert.BertConfig.from_dict(model.config.to_dict())
-    mine = getattr(fastbert, type(model).__name__)(config).to(model.device, model.dtype)
-    mine.load_state_dict(model.state_dict())
-    return mine.train(model.training)
+def our(theirs):
+    return test_family.our(theirs, type(theirs).__name__.removeprefix("Bert"))
 
 
-def example(name, lengths=LENGTHS, side="right"):
-    """A padded batch and labels. Question answering has no padding: transformers scores padding, fastbert does not."""
-    size = len(lengths)
-    inputs = batch([SEQLEN] * size if name == "BertForQuestionAnswering" else lengths, SEQLEN, side=side)
-    visible = inputs["attention_mask"].bool()
-    ignored = ~visible | (torch.rand(visible.shape) < 0.6).to(DEVICE)
-    tokens = integers(0, CLASSES, size, SEQLEN).masked_fill(ignored, -100)
-    match name:
-        case "BertForPreTraining":
-            labels = {"labels": tokens, "next_sentence_label": integers(0, 2, size)}
-        case "BertForMaskedLM" | "BertForTokenClassification":
-            labels = {"labels": tokens}
-        case "BertForQuestionAnswering":
-            labels = {"start_positions": integers(-1, SEQLEN + 2, size), "end_positions": integers(0, SEQLEN, size)}
-        case "BertForMultipleChoice":
-            inputs = {key: value.unflatten(0, (size // 2, 2)) for key, value in inputs.items()}
-            labels = {"labels": integers(0, 2, size // 2)}
-        case _:
-            labels = {"labels": integers(0, 2, size)}
-    return inputs, labels
+def example(name):
+    return test_family.example(SimpleNamespace(config=CONFIG), name.removeprefix("Bert"))
 
 
-def result(out, model, visible):
-    """Loss, logits at visible tokens, and gradients under transformers' names."""
-    tensors = {name: getattr(out, name) for name in ("loss", *LOGITS) if getattr(out, name, None) is not None}
-    tensors = {name: t[visible] if t.shape[:2] == visible.shape else t for name, t in tensors.items()}
-    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-    gradients = {name: g for name, g in to_hugging_face(gradients).items() if name not in TIED}
-    return Result({name: t.detach() for name, t in tensors.items()}, gradients)
-
-
-def run(model, inputs, labels):
-    out = model(**inputs, **labels)
-    out.loss.backward()
-    return result(out, model, inputs["attention_mask"].flatten(0, -2).bool())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", HEADS)
-def test_as_accurate_as_transformers(name, dtype):
-    """Logits, loss and gradients. Our loss is float32 or float64; it is rounded to the dtype of transformers' loss."""
-    theirs = their(name).to(dtype)
-    eager = their(name, attention="eager").to(dtype)
-    eager.load_state_dict(theirs.state_dict())
+def test_as_accurate_as_transformers_in_bfloat16(name):
+    """Our loss is float32; it is rounded to the dtype of transformers' loss. Other dtypes are in test_family.py."""
+    theirs = their(name).bfloat16()
+    eager = copy.deepcopy(theirs)
+    eager.set_attn_implementation("eager")
     inputs, labels = example(name)
     truth = run(copy.deepcopy(theirs).double(), inputs, labels)
     contenders = [run(model, inputs, labels) for model in (copy.deepcopy(theirs), eager)]
     mine = run(our(theirs), inputs, labels)
-    assert mine.outputs["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    mine.outputs["loss"] = mine.outputs["loss"].to(dtype)
-    testing.assert_rows(testing.compare(mine, truth, contenders))
+    assert mine.outputs["loss"].dtype == torch.float32
+    mine.outputs["loss"] = mine.outputs["loss"].bfloat16()
+    assert_accurate(mine, truth, contenders)
 
 
 def test_classifier_dropout_and_its_default():

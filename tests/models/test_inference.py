@@ -11,7 +11,7 @@ import tokenizers as tokenizers_library
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import SIZES, TINY, assert_like
+from small_models import SIZES, TINY, assert_like, edit
 from tokenizers.pre_tokenizers import ByteLevel
 
 from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification
@@ -99,10 +99,6 @@ def checkpoint(tmp_path, tokenizers):
         return tmp_path
 
     return write
-
-
-def edit(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def pipeline(task, directory, **arguments):

@@ -8,14 +8,12 @@ from small_models import (
     CONFIGS,
     DEVICE,
     TINY,
-    assert_gradients,
     assert_like,
     batch,
     gradients,
     hugging_face,
     minilm,
     ours,
-    reference_masks,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertForMaskedLM, BertModel, backends, padding, random, reference, testing
+from fastbert import BertConfig, BertEncoder, BertForMaskedLM, BertModel, backends, padding, random, testing
 from fastbert.checkpoint import to_hugging_face
 from fastbert.testing import Result
 
@@ -39,13 +37,12 @@ def outputs(model, inputs, visible):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])  # test_family's are so
-def test_forward_is_as_accurate_as_pytorch(dtype, side):
+def test_forward_is_as_accurate_as_pytorch_with_left_padding(dtype):
     """Errors are at most 3 e, where e is the worse of transformers' eager and SDPA models in the same dtype."""
     models = [hugging_face()]
     models.append(hugging_face(attention="sdpa"))
     models[1].load_state_dict(models[0].state_dict())
-    inputs = batch(LENGTHS, SEQLEN, side=side)
+    inputs = batch(LENGTHS, SEQLEN, side="left")
     visible = inputs["attention_mask"].bool()
     rounded = [copy.deepcopy(model).to(dtype) for model in models]
     with torch.no_grad():
@@ -82,25 +79,6 @@ def test_gradients_are_as_accurate_as_pytorch(dtype, backend):
     testing.assert_rows(testing.compare(mine, truth, [contender], factor=3.0))
 
 
-def test_training_with_dropout_is_exact(monkeypatch):
-    """The same masks in the reference give the same hidden states and gradients, to float64's rounding."""
-    model = ours(hugging_face().double()).train()
-    truth = reference.BertModel(model.config).to(DEVICE).double().train()
-    truth.load_state_dict(fastbert.hf.state_dict(model))
-    inputs = batch(LENGTHS, SEQLEN)
-    key = random.new_key(DEVICE)
-    monkeypatch.setattr(random, "new_key", lambda device: key)
-    result = model(**inputs, output_hidden_states=True)
-    states, pooled = truth(**inputs, masks=reference_masks(model, key, LENGTHS, SEQLEN))
-    visible = inputs["attention_mask"].bool()
-    for state, expected in zip(result.hidden_states, states, strict=True):
-        assert (state - expected)[visible].abs().max() <= 1e-12 * expected.abs().max()
-    (result.last_hidden_state[visible].sin().sum() + result.pooler_output.sum()).backward()
-    (states[-1][visible].sin().sum() + pooled.sum()).backward()
-    assert_gradients(to_hugging_face(gradients(model)), truth)
-    assert not torch.equal(result.last_hidden_state, model.eval()(**inputs).last_hidden_state)
-
-
 @pytest.mark.parametrize("poison", [98, 0])
 def test_padding_leaks_into_nothing(poison):
     model = ours(hugging_face())
@@ -124,22 +102,6 @@ def test_ugly_values_in_padding_leak_into_nothing(value):
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad.clone() for p in model.encoder.parameters())])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_packed_input_equals_padded_input():
-    model = ours(hugging_face())
-    inputs = batch(LENGTHS, SEQLEN)
-    visible = inputs["attention_mask"].bool()
-    padded = model(**inputs, output_hidden_states=True)
-    cu_seqlens = torch.tensor([0, 7, 8, 20], dtype=torch.int32, device=DEVICE)
-    ids, types = inputs["input_ids"][visible], inputs["token_type_ids"][visible]
-    for max_seqlen in (12, None):
-        ends = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        packed = model(ids, token_type_ids=types, **ends, output_hidden_states=True)
-        assert torch.equal(packed.last_hidden_state, padded.last_hidden_state[visible])
-        assert torch.equal(packed.pooler_output, padded.pooler_output)
-        for one, two in zip(packed.hidden_states, padded.hidden_states, strict=True):
-            assert torch.equal(one, two[visible])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

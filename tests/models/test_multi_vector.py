@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import save_file
-from small_models import CONFIGS, TINY, assert_gradients, assert_like, gradients, reference_masks, small_tokenizer
+from small_models import CONFIGS, TINY, assert_gradients, assert_like, edit, gradients, reference_masks, small_tokenizer
 from small_models import multi_vector_encoder as small
 from transformers import AutoConfig, AutoModel
 
@@ -363,15 +363,11 @@ def test_what_colbert_has_no_word_for(tmp_path):
         small(**good).save_pretrained(tmp_path, format="onnx")
 
 
-def rewritten(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def test_texts_are_put_into_lower_case_if_the_settings_say_so(tmp_path):
     made = small()
     made.tokenizer.normalizer.lowercase = False
     made.save_pretrained(tmp_path)
-    rewritten(tmp_path / "sentence_bert_config.json", do_lower_case=True)
+    edit(tmp_path / "sentence_bert_config.json", do_lower_case=True)
     found = MultiVectorEncoder.from_pretrained(tmp_path)
     upper, lower = (["Something ELSE"], ["something else"])
     assert found.tokenize(upper, "query") == made.tokenize(lower, "query") != made.tokenize(upper, "query")
@@ -399,7 +395,7 @@ def test_directories_that_are_refused(tmp_path):
         ("config_sentence_transformers.json", {"model_type": "SentenceTransformer"}, "is of a SentenceTransformer"),
     ):
         before = (tmp_path / "good" / path).read_text()
-        rewritten(tmp_path / "good" / path, **changes)
+        edit(tmp_path / "good" / path, **changes)
         with pytest.raises(ValueError, match=words):
             MultiVectorEncoder.from_pretrained(tmp_path / "good")
         (tmp_path / "good" / path).write_text(before)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from small_models import TINY, assert_like
+from small_models import TINY, assert_like, edit
 from torch import nn
 
 from fastbert import BertConfig, BertForSequenceClassification
@@ -68,10 +68,6 @@ def scores_of(encoder, pairs=PAIRS):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # some texts are cut
         return encoder.predict(pairs)
-
-
-def edit(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from small_models import SIZES, TINY, assert_like, minilm, sentence_encoder
-from test_multi_vector import rewritten
+from small_models import SIZES, TINY, assert_like, edit, minilm, sentence_encoder
 from tokenizers import Tokenizer, models, normalizers, processors
 from transformers import AutoTokenizer
 from transformers import BertModel as HuggingFaceModel
 
-from fastbert import BertForSequenceClassification, BertModel, cli, testing
+from fastbert import BertForSequenceClassification, BertModel, cli
 from fastbert.cli import demo
 from fastbert.cli.demo import python_documentation
 from fastbert.data import save_tokenizer
@@ -23,7 +22,6 @@ from fastbert.inference import Dense, quantize, sentence_files, similarity
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.texts import batches
 from fastbert.pooling import pool
-from fastbert.testing import Result
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +185,7 @@ def test_texts_are_put_into_lower_case_where_sentence_transformers_does_so(tmp_p
     made = small(encoder)
     made.tokenizer.normalizer = kinds.get(normalizer)
     made.save_pretrained(tmp_path)
-    rewritten(tmp_path / "sentence_bert_config.json", do_lower_case=True)
+    edit(tmp_path / "sentence_bert_config.json", do_lower_case=True)
     found, texts = SentenceEncoder.from_pretrained(tmp_path), ["Paris and CAFÉS", "paris"]
     assert_encodes(found.encode(texts), theirs(tmp_path), texts)
     assert found.tokenize(["Paris"]) == found.tokenize(["paris"])
@@ -207,14 +205,14 @@ def test_texts_are_put_into_lower_case_where_sentence_transformers_does_so(tmp_p
 )
 def test_settings_that_change_vectors_are_refused(tmp_path, encoder, name, value):
     small(encoder).save_pretrained(tmp_path)
-    rewritten(tmp_path / "sentence_bert_config.json", **{name: value})
+    edit(tmp_path / "sentence_bert_config.json", **{name: value})
     with pytest.raises(ValueError, match=f"{name} is "):
         SentenceEncoder.from_pretrained(tmp_path)
 
 
 def test_settings_under_their_older_names_count(tmp_path, encoder):
     small(encoder).save_pretrained(tmp_path)
-    rewritten(tmp_path / "sentence_bert_config.json", max_seq_length=6)
+    edit(tmp_path / "sentence_bert_config.json", max_seq_length=6)
     (tmp_path / "sentence_bert_config.json").rename(tmp_path / "sentence_roberta_config.json")
     found = SentenceEncoder.from_pretrained(tmp_path)
     with pytest.warns(UserWarning, match="longer than 6 tokens"):
@@ -240,10 +238,10 @@ def test_a_prompt_that_leaves_no_token_of_the_text_is_refused(encoder):
 @pytest.mark.parametrize("name", ["query_length", "document_length"])
 def test_a_length_of_queries_or_documents_alone_is_refused(tmp_path, encoder, name):
     small(encoder).save_pretrained(tmp_path)
-    rewritten(tmp_path / "sentence_bert_config.json", **{name: 32})
+    edit(tmp_path / "sentence_bert_config.json", **{name: 32})
     with pytest.raises(ValueError, match=f"sentence_bert_config.json: {name} is 32; expected max_seq_length alone"):
         SentenceEncoder.from_pretrained(tmp_path)
-    rewritten(tmp_path / "sentence_bert_config.json", **{name: None})
+    edit(tmp_path / "sentence_bert_config.json", **{name: None})
     SentenceEncoder.from_pretrained(tmp_path)
 
 
@@ -398,7 +396,7 @@ def test_a_damaged_file_is_named(tmp_path, encoder, file, content, words):
 
 def test_dense_weights_that_do_not_fit_are_named(tmp_path, encoder):
     small(encoder, dense=[Dense(TINY.hidden_size, 4)]).save_pretrained(tmp_path)
-    rewritten(tmp_path / "2_Dense" / "config.json", out_features=5)
+    edit(tmp_path / "2_Dense" / "config.json", out_features=5)
     with pytest.raises(RuntimeError, match=f"(?s){tmp_path / '2_Dense'}: .*size mismatch"):
         SentenceEncoder.from_pretrained(tmp_path)
 
@@ -446,32 +444,6 @@ def test_empty_text_and_no_text(encoder):
 def test_long_text_is_cut_at_the_model_s_length(encoder):
     with pytest.warns(UserWarning, match="1 of 2 texts are longer than 256 tokens"):
         assert list(map(len, encoder.tokenize(["word " * 1000, "word"]))) == [256, 3]
-
-
-def test_the_mean_is_over_a_text_s_own_tokens(encoder):
-    """Lengths differ, and nothing is normalised: a wrong divisor would show."""
-    plain = SentenceEncoder(encoder.model, encoder.tokenizer, normalize=False)
-    texts = ["word", "a text of some more words", "word " * 40]
-    assert len({len(ids) for ids in plain.tokenize(texts)}) == 3
-
-    def means(model):
-        """The mean of each text, computed alone."""
-        hidden = [model(torch.tensor([ids])).last_hidden_state[0] for ids in plain.tokenize(texts)]
-        return Result({"mean": torch.stack([of_text.mean(0) for of_text in hidden]).detach()}, {})
-
-    truth, alone = means(copy.deepcopy(plain.model).double()), means(plain.model)
-    testing.assert_rows(testing.compare(Result({"mean": plain.encode(texts)}, {}), truth, [alone], factor=3.0))
-    assert truth.outputs["mean"].norm(dim=-1).sub(1).abs().min() > 1e-2
-
-
-def test_first_token_pooling(tmp_path, encoder):
-    shutil.copytree(minilm(), tmp_path, dirs_exist_ok=True)
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_cls_token": True}))
-    first = SentenceEncoder.from_pretrained(tmp_path)
-    ids = torch.tensor(first.tokenize(["a text"]))
-    expected = F.normalize(first.model(ids).last_hidden_state[:, 0], dim=-1)
-    assert (first.encode(["a text"]) - expected).abs().max() < 1e-6
-    assert (first.encode(["a text"]) - encoder.encode(["a text"])).abs().max() > 1e-2
 
 
 def test_a_tokenizer_that_does_not_fit_is_refused(encoder):
@@ -526,32 +498,6 @@ def test_info_says_what_a_bug_report_needs(capsys):
     assert status == 0
     for word in ("python", "torch", "triton", "driver", "GPU", "bias_gelu", "reference", "cuda"):
         assert word in output.out, word
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["embed", "--text", "nowhere"], "No such file"),
-        (["embed", "--text", "EMPTY"], "holds no text"),
-        (["embed", "--text", "LATIN"], "is not UTF-8"),
-        (["embed", "--text", "TEXT", "--model", "nowhere"], "there is no directory nowhere"),
-        (["embed", "--text", "TEXT", "--device", "nonsense"], "nonsense"),
-        (["embed", "--text", "TEXT", "--output", "nowhere/out.npy"], "No such file"),
-        (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
-        (["embed", "a text"], "expected --output PATH.npy for texts of the command line"),
-        (["embed", "a text", "--output", "a.npy", "--max-length", "513"], "is 513; expected at most the model"),
-        (["embed", "TEXT"], "TEXT is a file; expected a text, or --text /"),
-        (["similarity", "a text", "TEXT"], "TEXT is a file; expected a text, or --text /"),
-        (["search", "TEXT"], "TEXT is a file; expected a text, or --text /"),
-        (["search", "x", "--top", "0"], "--top is 0"),
-    ],
-)
-def test_what_a_user_can_mend_is_one_line(tmp_path, capsys, arguments, words):
-    for name, data in (("EMPTY", b"\n"), ("LATIN", b"caf\xe9\n"), ("TEXT", b"text\n")):
-        (tmp_path / name).write_bytes(data)
-    arguments = [str(tmp_path / a) if a.isupper() else a for a in arguments]
-    status, output = run(capsys, *arguments)
-    assert status == 2 and output.err.startswith("fastbert: ") and words in output.err
 
 
 def test_without_the_model_package_the_message_says_what_to_install(monkeypatch):

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from fastbert import testing
+import fastbert
+from fastbert import backends, testing
 from fastbert.ops.op import PRIMITIVES
 
 HALF = (torch.bfloat16, torch.float16)
@@ -21,6 +22,14 @@ slow_interpreted = pytest.mark.slow_on("triton")
 
 def normal(*shape: int, dtype: torch.dtype, device: str, scale: float = 1.0) -> Tensor:
     return (torch.randn(*shape, dtype=torch.float64) * scale).to(device, dtype)
+
+
+def device_for(name: str, op: str, dtype: torch.dtype, backward: bool = False) -> str:
+    """Where a backend is tested; skips the test if it has no such kernel there."""
+    device = "cuda" if torch.cuda.is_available() and name != "cpu" else "cpu"
+    if reason := backends.why_not(name, op, device, dtype, backward):
+        pytest.skip(f"{name}: {reason}")
+    return device
 
 
 def one_element_in(call: Callable, only: str | None = None) -> Callable:
@@ -43,18 +52,33 @@ def one_element_in(call: Callable, only: str | None = None) -> Callable:
     return shifted
 
 
+def assert_same_bits_for_any_number_of_threads(call):
+    """Asserts that call(), which returns tensors, gives the same bits with 1, 2, 3 and 5 threads."""
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 5):
+            torch.set_num_threads(n)
+            with fastbert.backend("cpu"):
+                results.append(call())
+    finally:
+        torch.set_num_threads(threads)
+    for tensors in zip(*results, strict=True):
+        assert all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+
 class OpSuite:
     """op: its name. shapes: pytest.params whose ids are the reasons for them; tests other than accuracy use the first.
 
     `inputs` builds the keyword arguments of `ours`, some of them floating-point tensors. `truth` does not use our
     kernels, and runs in float64. `contenders` are PyTorch's own implementations, which run in the given dtypes.
-    `parameters` names the inputs that may be float32 beside half-precision activations.
+    `parameters` names the inputs that may be float32 beside half-precision activations. p, key, site: of dropout.
     """
 
     op: str
     shapes: list
     parameters: tuple[str, ...] = ()
     factor = 2.0
+    p, key, site = 0.0, 0, 0
     multiplies = False  # True if the op multiplies dense matrices, which a library does on a GPU
 
     def inputs(self, shape, dtype: torch.dtype, device: str) -> dict:
@@ -62,6 +86,10 @@ class OpSuite:
 
     def ours(self, **inputs):
         raise AssertionError("a suite has an op")
+
+    def dropout_arguments(self, like: Tensor) -> dict:
+        rng = torch.tensor([self.key], device=like.device)
+        return {"dropout_p": self.p, "rng": rng, "site": self.site} if self.p else {}
 
     def truth(self, **inputs):
         raise AssertionError("a suite has a truth")

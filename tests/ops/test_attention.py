@@ -52,12 +52,12 @@ class AttentionSuite(OpSuite):
     def longest(self, cu_seqlens):
         return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
 
-    def dropout_arguments(self, qkv):
-        return {}
-
-    def factors(self, qkv, sequence, length):
+    def factors(self, q, sequence, length):
         """The factors by which dropout multiplies the attention weights of one sequence, (H, S, S)."""
-        return 1
+        if not self.p:
+            return 1
+        bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
+        return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
 
     def ours(self, qkv, cu_seqlens):
         longest = 5 if torch.compiler.is_compiling() else self.longest(cu_seqlens)
@@ -81,7 +81,7 @@ class AttentionSuite(OpSuite):
         def fused(q, k, v, sequence):
             return F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
 
-        kinds = [self.explicit] if self.dropout_arguments(torch.empty(0)) else [self.explicit, fused]
+        kinds = [self.explicit] if self.p else [self.explicit, fused]
         return [functools.update_wrapper(functools.partial(self.by_sequence, kind), kind) for kind in kinds]
 
     @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ class AttentionSuite(OpSuite):
     def test_long_sequences(self, backend, lengths, head_dim, dtype):
         if backend.name != "cpu":
             backend.skip("for the kernel on CPUs, which takes keys in blocks")
-        if len(lengths) == 1 and self.dropout_arguments(torch.empty(0)):
+        if len(lengths) == 1 and self.p:
             backend.skip("its sums are those without dropout")
         inputs = self.inputs((lengths, 1, head_dim), dtype, backend.device)
         testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
@@ -125,8 +125,7 @@ class AttentionSuite(OpSuite):
     )
     def test_shared_memory_of_every_size(self, backend, kibibytes, lengths, heads, head_dim):
         """The CUDA kernels choose their tiles by the shared memory of the device."""
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         inputs = self.inputs((lengths, heads, head_dim), torch.float16, backend.device)
         with cuda_on_cpu.shared_memory(kibibytes):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
@@ -143,8 +142,7 @@ class AttentionSuite(OpSuite):
     )
     def test_on_sm_75(self, backend, lengths, head_dim, dtype):
         """sm_75 has no cp.async, and its tensor cores multiply only fp16: the emulator fails if a kernel uses more."""
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         inputs = self.inputs((lengths, 2, head_dim), dtype, backend.device)
         with cuda_on_cpu.turing():
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
@@ -164,15 +162,13 @@ class AttentionSuite(OpSuite):
     )
     def test_on_sm_80(self, backend, kibibytes, lengths, head_dim, dtype):
         """On sm_80 each warp computes products by itself; on sm_90 warpgroups do."""
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         inputs = self.inputs((lengths, 1, head_dim), dtype, backend.device)
         with cuda_on_cpu.ampere(kibibytes):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
     def test_sm_75_refuses_heads_that_its_shared_memory_cannot_hold(self, backend):
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         inputs = self.inputs(((9,), 1, 128), torch.float16, backend.device)
         inputs["qkv"].requires_grad_()
         with cuda_on_cpu.turing(), pytest.raises(RuntimeError, match="too little shared memory for heads of this size"):
@@ -499,13 +495,6 @@ class TestAttentionDropout(AttentionSuite):
     """With dropout: the truth multiplies by the mask that fastbert.random specifies."""
 
     key, p, site = -0x123456789ABCDEF, 0.1, 7
-
-    def dropout_arguments(self, qkv):
-        return {"dropout_p": self.p, "rng": torch.tensor([self.key], device=qkv.device), "site": self.site}
-
-    def factors(self, q, sequence, length):
-        bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
-        return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
 
     @pytest.mark.usefixtures("tiles")
     @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from op_suite import assert_same_bits_for_any_number_of_threads
 
 import fastbert
 from fastbert import BertConfig, BertModel, backends, ops, random, testing
@@ -64,20 +65,6 @@ def _cases():
     }
 
 
-def _assert_same_bits_for_any_number_of_threads(call):
-    """Asserts that call(), which returns tensors, gives the same bits with 1, 2, 3 and 5 threads."""
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 5):
-            torch.set_num_threads(n)
-            with fastbert.backend("cpu"):
-                results.append(call())
-    finally:
-        torch.set_num_threads(threads)
-    for tensors in zip(*results, strict=True):
-        assert all(torch.equal(tensors[0], other) for other in tensors[1:])
-
-
 def _everything(op, inputs):
     result = testing.evaluate(op, inputs)
     return [*result.outputs.values(), *result.gradients.values()]
@@ -86,7 +73,7 @@ def _everything(op, inputs):
 @pytest.mark.parametrize("name", _cases())
 def test_same_bits_for_any_number_of_threads(name):
     op, inputs = _cases()[name]
-    _assert_same_bits_for_any_number_of_threads(lambda: _everything(op, inputs))
+    assert_same_bits_for_any_number_of_threads(lambda: _everything(op, inputs))
 
 
 @pytest.mark.parametrize("D", [32, 48, 80, 128])
@@ -99,7 +86,7 @@ def test_attention_has_the_same_bits_for_any_number_of_threads(lengths, D):
     ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
     inputs = {"qkv": torch.randn(sum(lengths), 3, 3, D)}
     op = lambda qkv: ops.attention(qkv, ends, max(lengths), **_dropout(2))  # noqa: E731
-    _assert_same_bits_for_any_number_of_threads(lambda: _everything(op, inputs))
+    assert_same_bits_for_any_number_of_threads(lambda: _everything(op, inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -119,7 +106,7 @@ def test_a_long_sequence_has_the_same_bits_in_any_company_and_for_any_number_of_
         out.backward(dout.repeat(sequences, 1, 1))
         return out[:length].detach(), leaf.grad[:length]
 
-    _assert_same_bits_for_any_number_of_threads(lambda: attend(1))
+    assert_same_bits_for_any_number_of_threads(lambda: attend(1))
     with fastbert.backend("cpu"):
         for alone, accompanied in zip(attend(1), attend(4), strict=True):
             assert torch.equal(alone, accompanied)
@@ -130,7 +117,7 @@ def test_logits_have_the_same_bits_for_any_number_of_threads(dtype):
     """Covers the loss and its gradient to the logits; the products with that gradient may run in a library."""
     hidden, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((ROWS, C), (900, C), (900,)))
     arguments = hidden, weight, bias, torch.randint(900, (ROWS,)), -100, True
-    _assert_same_bits_for_any_number_of_threads(lambda: PRIMITIVES["cross_entropy_fwd"]("cpu", *arguments))
+    assert_same_bits_for_any_number_of_threads(lambda: PRIMITIVES["cross_entropy_fwd"]("cpu", *arguments))
 
 
 @pytest.fixture

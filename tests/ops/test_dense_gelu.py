@@ -95,8 +95,7 @@ class TestDenseGelu(ProductSuite):
 
     def test_the_cuda_kernel_takes_rows_of_whole_16_bytes(self, backend):
         """Other inputs take the library's product and an elementwise kernel, which need no shared memory."""
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         with cuda_on_cpu.shared_memory(16):
             for shape, dtype in (((5, 7, 16), torch.float16), ((5, 16, 7), torch.float16), ((5, 8, 8), torch.float32)):
                 self.ours(**self.inputs(shape, dtype, "cpu"))
@@ -109,8 +108,7 @@ class TestDenseGelu(ProductSuite):
     @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=("float16", "bfloat16"))
     def test_on_sm_75(self, backend, dtype):
         """fp16 takes products half as deep and synchronous copies; bf16 takes the library's product."""
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         with cuda_on_cpu.turing():
             for shape in ((70, 72, 136), (130, 40, 264)):  # small tiles, and large ones
                 testing.assert_accurate(self.ours, self.truth, self.contenders(), self.inputs(shape, dtype, "cpu"))

@@ -3,7 +3,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import HALF, OpSuite, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
+from op_suite import HALF, OpSuite, device_for, normal, pytest_generate_tests, slow_interpreted  # noqa: F401
 
 from fastbert import backends, ops, random, testing
 from fastbert.ops.op import PRIMITIVES
@@ -51,9 +51,6 @@ class TestEmbedding(OpSuite):
         y = ops.embedding(**inputs)
         y.backward(torch.ones_like(y))
         assert inputs["bias"].grad.tolist() == [257.0] * 8  # bfloat16 has 256 and 258
-
-    def dropout_arguments(self, ids):
-        return {}
 
     def factor_of(self, y):
         return 1
@@ -166,9 +163,6 @@ class TestEmbedding(OpSuite):
 class TestEmbeddingDropout(TestEmbedding):
     key, p, site = 99, 0.25, 0
 
-    def dropout_arguments(self, ids):
-        return {"dropout_p": self.p, "rng": torch.tensor([self.key], device=ids.device), "site": self.site}
-
     def factor_of(self, y):
         bits = random.row_bits(torch.tensor([self.key]), self.site, y[..., 0].numel(), y.shape[-1]).view(y.shape)
         return ((bits >= 16384).double() * 4 / 3).to(y.device, y.dtype)
@@ -187,9 +181,7 @@ RUNS = {  # (id, how often); Triton's kernels have chunks of 128 sorted ids and 
 
 @pytest.fixture
 def triton_device():
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not("triton", "embedding", device, torch.float32):
-        pytest.skip(reason)
+    device = device_for("triton", "embedding", torch.float32)
     return device
 
 
@@ -240,9 +232,7 @@ def test_table_gradients_in_triton_are_added_up_in_float32(triton_device):
 @pytest.fixture(params=["triton", "cuda"])
 def on_device(request):
     """A backend for GPUs, whose operators do not check ids, and the device to run it on."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not(request.param, "embedding", device, torch.float32):
-        pytest.skip(f"{request.param}: {reason}")
+    device = device_for(request.param, "embedding", torch.float32)
     return request.param, device
 
 
@@ -281,9 +271,7 @@ def equal_with_nan(a, b):
 @pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
 def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
     """With tables of zeros and rows of dy that add up to 0, dz is dy."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not("cuda", "embedding", device, torch.float32, backward=True):
-        pytest.skip(reason)
+    device = device_for("cuda", "embedding", torch.float32, backward=True)
     ids = torch.cat([torch.full((count,), id) for id, count in runs])
     ids = torch.stack([ids[torch.randperm(ids.numel())] for _ in rows])
     dy = torch.randint(-9, 10, (ids.shape[1], halves)).float()
@@ -308,9 +296,7 @@ def test_table_gradients_in_cuda_are_exact_for_integers(runs, rows, halves):
 def test_table_gradients_in_cuda_are_added_up_in_float32():
     """2048 and 300 ones: in float16 a sum would stay at 2048. The tokens of one table are sorted, those of another are
     listed, and those of the third are added up in passing."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not("cuda", "embedding", device, torch.float16, backward=True):
-        pytest.skip(reason)
+    device = device_for("cuda", "embedding", torch.float16, backward=True)
     half = dict(dtype=torch.float16, device=device)
     tables = [torch.zeros(n, 8, **half) for n in (1100, 9, 2)]
     ids = torch.ones(3, 301, dtype=torch.int32, device=device)

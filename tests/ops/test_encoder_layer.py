@@ -3,7 +3,14 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from op_suite import VALUE_ERROR, OpSuite, normal, pytest_generate_tests  # noqa: F401
+from op_suite import (  # noqa: F401
+    VALUE_ERROR,
+    OpSuite,
+    assert_same_bits_for_any_number_of_threads,
+    device_for,
+    normal,
+    pytest_generate_tests,
+)
 from test_relative_attention import SLOTS, of_distances
 
 import fastbert
@@ -355,17 +362,13 @@ def test_few_tokens_have_the_same_bits_for_any_number_of_threads(suite, dtype):
     torch.manual_seed(0)
     inputs = suite.inputs(((5, 0, 9), 64, 4, 256), dtype, "cpu")
     forwards = [args for name, args in suite.primitive_calls(inputs) if name == "encoder_layer_fwd"]
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            outcomes = [PRIMITIVES["encoder_layer_fwd"]("cpu", *args) for args in forwards]
-            found.append([tensor for y, saved in outcomes for tensor in (y, *saved)])
-    finally:
-        torch.set_num_threads(before)
-    assert len(found[0]) == 2 + 1 + 11
-    for tensors in zip(*found, strict=True):
-        assert all(torch.equal(tensors[0], other) for other in tensors[1:])
+
+    def everything():
+        outcomes = [PRIMITIVES["encoder_layer_fwd"]("cpu", *args) for args in forwards]
+        return [tensor for y, saved in outcomes for tensor in (y, *saved)]
+
+    assert len(everything()) == 2 + 1 + 11
+    assert_same_bits_for_any_number_of_threads(everything)
 
 
 @pytest.mark.parametrize("suite", [TestEncoderLayer(), TestDistances()], ids=["plain", "distances"])
@@ -472,49 +475,9 @@ def test_attention_on_another_backend(training, monkeypatch):
     assert [ran.get(name, 0) for name in names] == [2, 2, 2, 0, 0]
 
 
-@pytest.mark.parametrize("kind", ["own", "three projections"])
-def test_an_encoder_whose_layers_are_cuda_kernels(kind):
-    """Forward and backward make one call for each layer, and are compared with plain PyTorch in fp64."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not("cuda", "encoder_layer", device, torch.float32, True):
-        pytest.skip(reason)
-    torch.manual_seed(2)
-    ours = model().encoder.to(device)
-    parts = [fastbert.parts.LayerParts.of(each, fastbert.families.OURS) for each in ours.layer]
-    x, ends = torch.randn(20, 48, device=device), torch.tensor([0, 13, 13, 20], dtype=torch.int32, device=device)
-    packing = fastbert.padding.Packing(ends, 13, 20, 3)
-    if kind == "three projections":
-        for each in parts:
-            thirds = zip(each.leaves[0].weight.chunk(3), each.leaves[0].bias.chunk(3), strict=True)
-            linears = [torch.nn.Linear(48, 48, device=device) for _ in range(3)]
-            for linear, (weight, bias) in zip(linears, thirds, strict=True):
-                linear.weight.data, linear.bias.data = weight.data.clone(), bias.data.clone()
-            each.attention.projections, each.leaves = tuple(linears), (*linears, *each.leaves[1:])
-
-    def step(dtype, backend):
-        leaf = x.to(dtype, copy=True).requires_grad_()
-        with fastbert.backend(backend):
-            y = leaf
-            for turn, each in enumerate(parts):
-                for module in each.leaves:
-                    module.to(dtype)
-                y, _ = fastbert.layer.encoder_layer(each, y, packing, torch.tensor([5], device=device), turn)
-            y.mul(torch.linspace(-1, 1, y.numel(), device=device).view_as(y)).sum().backward()
-        return testing.Result({"y": y.detach()}, {"x": leaf.grad})
-
-    before = backends.calls().get(("encoder_layer_bwd", "cuda"), 0)
-    found, theirs, truth = (
-        step(*how) for how in ((torch.float32, "cuda"), (torch.float32, "reference"), (torch.float64, "reference"))
-    )
-    assert backends.calls()["encoder_layer_bwd", "cuda"] == before + 2
-    testing.assert_rows(testing.compare(found, truth, [theirs], factor=3.0))
-
-
 def small_layer(name):
     """A backend's device, and bfloat16 parameters of a layer of width 2 that lets hidden pass."""
-    device = "cuda" if torch.cuda.is_available() and name != "cpu" else "cpu"
-    if reason := backends.why_not(name, "encoder_layer", device, torch.bfloat16, True):
-        pytest.skip(reason)
+    device = device_for(name, "encoder_layer", torch.bfloat16, backward=True)
     square, zero, one = torch.zeros(2, 2), torch.zeros(2), torch.ones(2)
     attention = torch.zeros(6, 2), torch.zeros(6), square, zero, one, zero
     parameters = [*attention, torch.zeros(1, 2), torch.zeros(1), torch.zeros(2, 1), zero, one, zero]

@@ -190,9 +190,6 @@ class TestAddLayerNorm(Rows):
     def ours(self, x, residual, weight, bias, x_bias):
         return ops.add_layer_norm(x, residual, weight, bias, EPS, x_bias=x_bias, **self.dropout_arguments(x))
 
-    def dropout_arguments(self, x):
-        return {}
-
     def factor_of(self, x):
         """The factors by which dropout multiplies x."""
         return 1
@@ -267,10 +264,6 @@ class TestAddLayerNormDropout(TestAddLayerNorm):
     """With dropout: the truth multiplies by the mask that fastbert.random specifies, so the comparison is exact."""
 
     key, p, site = 0x123456789ABCDEF, 0.1, 7
-
-    def dropout_arguments(self, x):
-        rng = torch.tensor([self.key], device=x.device)
-        return {"dropout_p": self.p, "rng": rng, "site": self.site}
 
     def factor_of(self, x):
         keep = random.row_keep(torch.tensor([self.key]), self.site, x[..., 0].numel(), x.shape[-1], self.p)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
-from op_suite import VALUE_ERROR, normal
+from op_suite import VALUE_ERROR, assert_same_bits_for_any_number_of_threads, normal
 from test_encoder_layer import ONE, REST, THREE, plain_layer
 from test_relative_attention import SLOTS
 
@@ -109,15 +109,6 @@ class TestFloats:
         x, weight, bias = integers(8, rows, inner), integers(8, channels, inner), integers(99, channels)
         expected = x @ weight.T + bias
         assert torch.equal(product(x.to(dtype), weight.to(dtype), bias.float()), expected.to(dtype))
-
-    @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-    @needs_kernels
-    def test_rows_are_the_same_however_many_there_are(self, dtype):
-        x, weight, bias = self.inputs((30, 1024, 19), dtype).values()
-        with fastbert.backend("cpu"):
-            all_rows = product(x, weight, bias)
-            for rows in range(1, 30):
-                assert torch.equal(product(x[-rows:], weight, bias), all_rows[-rows:])
 
     @pytest.mark.parametrize("approximate", GELUS)
     def test_bfloat16_is_float32_rounded_once(self, backend, approximate):
@@ -332,20 +323,14 @@ def _calls(size):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_same_bits_for_any_number_of_threads(kind, size):
     call, x = _calls(size)[kind]
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 5):
-            torch.set_num_threads(n)
-            results.append(on_cpu(call, x))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert_same_bits_for_any_number_of_threads(lambda: [call(x)])
 
 
 @needs_kernels
+@pytest.mark.parametrize("size", [(290, 300, 50), (290, 1024, 19)], ids=["plain", "rows share sets of the cache"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
-def test_a_row_has_the_same_bits_alone_and_among_others(kind):
-    call, x = _calls((290, 300, 50))[kind]
+def test_a_row_has_the_same_bits_alone_and_among_others(kind, size):
+    call, x = _calls(size)[kind]
     together = on_cpu(call, x)
     for rows in (*range(1, 14), 144, 145, 288, 289):  # every size of a tile, and of a block
         assert torch.equal(on_cpu(call, x[:rows]), together[:rows])
@@ -619,10 +604,15 @@ def by_single_ops(layer, approximate="none"):
 @needs_kernels
 @pytest.mark.parametrize("plain", PLAIN)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("projections", [ONE, THREE], ids=["one projection", "three"])
-def test_a_layer_gives_the_bits_of_the_single_ops(projections, kind, plain):
+@pytest.mark.parametrize(
+    ("projections", "wide", "lengths"),
+    [(ONE, WIDE, LENGTHS), (THREE, WIDE, LENGTHS), (ONE, 2048, (20, 1, 13))],
+    ids=["one projection", "three", "rows that would share sets of the cache"],  # and so have a longer stride
+)
+def test_a_layer_gives_the_bits_of_the_single_ops(projections, wide, lengths, kind, plain, monkeypatch):
+    monkeypatch.setitem(globals(), "WIDE", wide)
     approximate = "tanh" if kind == "int8" else "none"
-    layer = Layer(projections, kind, PLAIN[plain])
+    layer = Layer(projections, kind, PLAIN[plain], lengths)
     assert 0 < sum(weight.dim() > 2 for weight in layer.parameters) < len(layer.parameters)
     whole = packed_layer.FWD("cpu", *layer.call(approximate))
     assert torch.equal(whole, on_cpu(by_single_ops, layer, approximate))
@@ -642,18 +632,6 @@ def test_distances_give_the_bits_of_the_single_ops(kind):
     assert torch.equal(whole, on_cpu(by_single_ops, layer, "tanh"))
     layer.positions = None
     assert not torch.equal(whole, packed_layer.FWD("cpu", *layer.call("tanh")))
-
-
-@needs_kernels
-@pytest.mark.parametrize("plain", PLAIN)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_would_share_sets_of_the_cache(kind, plain, monkeypatch):
-    """At an intermediate size of 2048, GELU's output has a longer row stride within the layer."""
-    monkeypatch.setitem(globals(), "WIDE", 2048)
-    approximate = "tanh" if kind == "int8" else "none"
-    layer = Layer(ONE, kind, PLAIN[plain], lengths=(20, 1, 13))
-    whole = packed_layer.FWD("cpu", *layer.call(approximate))
-    assert torch.equal(whole, on_cpu(by_single_ops, layer, approximate))
 
 
 @needs_kernels

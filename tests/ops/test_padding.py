@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_suite import HALF
+from op_suite import HALF, device_for
 
 import fastbert
 from fastbert import backends, ops, padding, testing
@@ -101,9 +101,7 @@ def test_head_masks_that_agree_are_padding_masks():
 
 @pytest.fixture(params=backends.BACKENDS)
 def backend(request):
-    device = "cuda" if torch.cuda.is_available() and request.param != "cpu" else "cpu"
-    if reason := backends.why_not(request.param, "padding", device, torch.float32):
-        pytest.skip(f"{request.param}: {reason}")
+    device = device_for(request.param, "padding", torch.float32)
     with fastbert.backend(request.param):
         yield device
 
@@ -123,9 +121,7 @@ def test_where_the_tokens_are(backend):
 @pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
 def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
     """The path for GPUs, with its one host synchronisation, finds what the host's finds. It also runs on a CPU."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not(name, "padding", device, torch.bool):
-        pytest.skip(f"{name}: {reason}")
+    device = device_for(name, "padding", torch.bool)
     for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5), ((2101, 3), 0.7)):
         visible = torch.rand(shape) < share
         texts = ["".join(" #"[token] for token in row).split() for row in visible.tolist()]
@@ -141,9 +137,7 @@ def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
 @pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
 def test_a_row_that_is_alone_among_many(name):
     """Of 300 rows only one begins with a gap, only one has a gap within, and only one is long: 40, 290 and 299."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if reason := backends.why_not(name, "padding", device, torch.bool):
-        pytest.skip(f"{name}: {reason}")
+    device = device_for(name, "padding", torch.bool)
     for rows in ((40, 299, 290), (299, 40, 290), (290, 299, 40)):
         for kind, facts in enumerate(([300, 1, 0, 1], [301, 2, 1, 0], [302, 3, 1, 1])):
             mask = torch.tensor([[1, 0, 0]] * 300, dtype=torch.bool, device=device)

@@ -126,7 +126,7 @@ class RelativeSuite(AttentionSuite):
         return self.by_sequence(attend, qkv, cu_seqlens)
 
     def contenders(self):
-        return [self.truth, self.gathered if self.dropout_arguments(torch.empty(0)) else self.as_sdpa]
+        return [self.truth, self.gathered if self.p else self.as_sdpa]
 
     @pytest.mark.parametrize(
         ("lengths", "size"),
@@ -307,15 +307,13 @@ class TestRelativeAttention(RelativeSuite):
 
     @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=("float32", "float16"))
     def test_the_largest_head_size_in_little_shared_memory(self, backend, dtype):
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         inputs = self.inputs(((70, 9), 1, 128, "log", KQB), dtype, backend.device)
         with cuda_on_cpu.shared_memory(99):
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
 
     def test_sm_75_takes_heads_of_80(self, backend):
-        if backend.name != "cuda" or backend.device != "cpu":
-            backend.skip("for CUDA kernels on the CPU")
+        backend.require_emulation()
         inputs = self.inputs(((40, 9), 1, 80, "log", KQB), torch.float16, backend.device)
         with cuda_on_cpu.turing():
             testing.assert_accurate(self.ours, self.truth, self.contenders(), inputs)
@@ -399,13 +397,6 @@ class TestRelativeAttention(RelativeSuite):
 @slow_interpreted  # the random bits are those of attention, by the same code
 class TestRelativeAttentionDropout(RelativeSuite):
     key, p, site = 0x123456789ABCDEF, 0.1, 5
-
-    def dropout_arguments(self, qkv):
-        return {"dropout_p": self.p, "rng": torch.tensor([self.key], device=qkv.device), "site": self.site}
-
-    def factors(self, q, sequence, length):
-        bits = random.attention_bits(torch.tensor([self.key]), self.site, sequence + 1, q.shape[0], length, length)
-        return ((bits[-1] >= 26).double() * (256 / 230)).to(q.device, q.dtype)  # round(0.1 * 2**8) = 26
 
 
 QKV = torch.zeros(8, 3, 2, 4)

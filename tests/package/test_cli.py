@@ -371,6 +371,19 @@ def test_the_module_runs():
         (["classify", "a", "--model", "BertForSequenceClassification", "--device", "nonsense"], "nonsense"),
         (["classify", "a", "--model", HEADS[1], "--precision", "bf16", "--device", "cuda:1"], "is cuda:1 beside"),
         (["similarity", "a", "b", "--precision", "int8", "--dtype", "bfloat16"], "dtype is bfloat16 beside precision"),
+        (["embed", "--text", "nowhere"], "No such file"),
+        (["embed", "--text", "BLANK"], "holds no text"),
+        (["embed", "--text", "LATIN"], "is not UTF-8"),
+        (["embed", "--text", "TEXT", "--model", "nowhere"], "there is no directory nowhere"),
+        (["embed", "--text", "TEXT", "--device", "nonsense"], "nonsense"),
+        (["embed", "--text", "TEXT", "--output", "nowhere/out.npy"], "No such file"),
+        (["embed", "--text", "TEXT", "--output", "a.xyz"], "--output is a.xyz; expected a name that ends in .npy"),
+        (["embed", "a text"], "expected --output PATH.npy for texts of the command line"),
+        (["embed", "a text", "--output", "a.npy", "--max-length", "513"], "is 513; expected at most the model"),
+        (["embed", "TEXT"], "TEXT is a file; expected a text, or --text TEXT"),
+        (["similarity", "a text", "TEXT"], "TEXT is a file; expected a text, or --text TEXT"),
+        (["search", "TEXT"], "TEXT is a file; expected a text, or --text TEXT"),
+        (["search", "x", "--top", "0"], "--top is 0"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )
@@ -379,6 +392,7 @@ def test_it_is_one_line(models, tmp_path, monkeypatch, capsys, arguments, words)
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BLANK").write_text("\n")
     (tmp_path / "TEXT").write_text("text\n")
+    (tmp_path / "LATIN").write_bytes(b"caf\xe9\n")
     before = sorted(tmp_path.iterdir())
     arguments = [str(models / argument) if argument.startswith("Bert") else argument for argument in arguments]
     if arguments[0] == "similarity":

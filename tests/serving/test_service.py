@@ -647,17 +647,13 @@ def test_scores_that_the_sigmoid_makes_equal_keep_their_order(post, service, mon
         ("classes", "classification", "/v1/models/classes:predict", {"instances": ["a"]}, [[Label("good", math.inf)]]),
         ("tags", "token classification", "/", {"inputs": "a"}, [[Entity("X", math.nan, 0, 1, "a")]]),
         ("masks", "fill-mask", "/", {"inputs": "[MASK]"}, [[[Fill("a", 5, math.nan, "a")]]]),
+        ("reranker", "rerank", "/rerank", {"query": "a", "texts": TEXTS}, torch.tensor([[1], [2], [math.nan], [3]])),
     ],
 )
 def test_results_that_are_no_numbers_are_said(post, service, monkeypatch, name, task, path, body, results):
     monkeypatch.setattr(service.models[name].predictors[task], "compute", lambda rows, *given, **options: results)
-    assert "input 0 is not finite" in post(path, 424, model=name, **body)["error"]
-
-
-def test_a_score_that_is_no_number_is_said_with_its_place(post, service, monkeypatch):
-    scores = torch.tensor([[1.0], [2.0], [math.nan], [3.0]])
-    monkeypatch.setattr(service.models["reranker"].predictors["rerank"], "compute", lambda rows: scores[: len(rows)])
-    assert "input 2 is not finite" in post("/rerank", 424, query="a", texts=TEXTS)["error"]
+    place = 2 if task == "rerank" else 0
+    assert f"input {place} is not finite" in post(path, 424, model=name, **body)["error"]
 
 
 def test_a_model_that_fails_is_said_and_survived(directory, monkeypatch):

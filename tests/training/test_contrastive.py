@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from contrastive_process import batch_of, tuples
 from small_models import DEVICE, TINY, assert_gradients, assert_like, gradients, hugging_face, minilm, ours
+from test_trainer import sgd
 from torch import nn
 
 from fastbert import BertModel, checkpoint
@@ -311,20 +312,6 @@ def test_the_cache_keeps_no_activations():
 # ---- in AMPTrainer
 
 
-def sgd(model, path, batches, **options):
-    trainer = AMPTrainer(
-        model,
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        output_dir=path,
-        max_grad_norm=None,
-        progress=False,
-        gradient_accumulation_steps=len(batches),
-        **options,
-    )
-    trainer.train(batches, max_steps=1)
-    return trainer
-
-
 def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
     """For a loss that is a mean over pairs. The loss over a loader equals that of one big batch too."""
     texts, scores = tuples(0, 7, 2, 1)
@@ -334,7 +321,7 @@ def test_accumulated_unequal_batches_are_one_big_batch(tmp_path):
     loss.backward()
     parts = [batch_of(texts[part], scores[part]) for part in (slice(0, 1), slice(1, 5), slice(5, 7))]
     assert compute_loader_loss(model, parts, DEVICE) == pytest.approx(loss.item(), rel=1e-12)
-    sgd(model, tmp_path, parts)
+    sgd(model, tmp_path, gradient_accumulation_steps=len(parts)).train(parts, max_steps=1)
     new = dict(model.named_parameters())
     assert_gradients({n: (p - new[n]).detach() for n, p in whole.named_parameters()}, gradients(whole))
 
