@@ -32,8 +32,8 @@ __device__ __forceinline__ Bounds bounds_of(const Attention& a, int sequence) {
 }
 
 // Blocks start in the order of the grid. It has the longest sequences first, so that short ones fill the gaps at the
-// end (benchmarks/gpu/makespan.py). This is done for up to kOrdered sequences, because more are even enough, and only
-// if sequences can differ in their number of tiles.
+// end. This is done for up to kOrdered sequences, because more are even enough, and only if sequences can differ in
+// their number of tiles.
 constexpr int kOrdered = 256, kOneTile = 64;
 
 __host__ __device__ __forceinline__ bool is_ordered(const Attention& a) {
