@@ -146,6 +146,32 @@ def is_quantised(name: str) -> bool:
     return name.endswith(("int8", "fp8"))
 
 
+OF_CASE = ("case", "floor", "library", "tokens", "flops", "bytes")  # equal in all lines of a case
+
+
+def shortened(lines: Iterable[Line]) -> Iterator[Line]:
+    """The lines as a file has them: what is equal in all lines of a case is in the first that was timed alone."""
+    known: Line = {}
+    for line in lines:
+        if line["case"] != known.get("case"):
+            known = {"case": line["case"]}
+            yield line
+        else:
+            yield {name: value for name, value in line.items() if name not in OF_CASE or known.get(name) != value}
+        known |= {name: line[name] for name in OF_CASE if name in line}
+
+
+def completed(lines: Iterable[Line]) -> Iterator[Line]:
+    """The inverse of `shortened`."""
+    known: Line = {}
+    for line in lines:
+        if "case" in line:
+            known = {}
+        known = known | {name: line[name] for name in OF_CASE if name in line}
+        timed = "samples" in line and "bound" not in line
+        yield (known if timed else {"case": known["case"]}) | line
+
+
 def cases_of(lines: Iterable[Line]) -> list[Case]:
     groups = itertools.groupby(lines, key=lambda line: line["case"])
     return [Case(facts, {line["name"]: line for line in members}) for facts, members in groups]
@@ -164,7 +190,7 @@ def read_file(path: Path) -> File:
     """Raises ValueError for a file that is no results file, with its name."""
     try:
         head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        found = File(path.name, {"left_out": [], **head}, cases_of(lines))
+        found = File(path.name, {"left_out": [], **head}, cases_of(completed(lines)))
         in_page(found)  # fails where something is missing that the page needs
         return found
     except (ValueError, TypeError, KeyError, AttributeError) as error:

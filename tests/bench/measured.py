@@ -108,7 +108,7 @@ ROW_OPS += ["--contenders", "fastbert"]  # four cases
 
 def read(path):
     head, *lines = map(json.loads, path.read_text().splitlines())
-    return head, lines
+    return head, list(report.completed(lines))
 
 
 def reasons(head):
