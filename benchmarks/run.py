@@ -130,7 +130,10 @@ class Results:
         if not self.lines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(line, separators=(",", ":"), allow_nan=False) for line in (self.head, *report.shortened(self.lines)))
+        lines = (
+            json.dumps(line, separators=(",", ":"), allow_nan=False)
+            for line in (self.head, *report.shortened(self.lines))
+        )
         files.write_text(self.target, "\n".join(lines) + "\n")
         if self.target == self.path:
             self.partial.unlink(missing_ok=True)
