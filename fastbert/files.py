@@ -67,6 +67,26 @@ def part_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+@contextmanager
+def alone_in(directory: Path, does: str) -> Iterator[None]:
+    """Locks the directory, at most until this process ends. Raises RuntimeError, which says what this `does`, if
+    another process holds the lock. Where the system or the file system has no locks, nothing is locked."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"another process {does} {directory}") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+        yield
+
+
 def _part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
 

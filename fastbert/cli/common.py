@@ -114,8 +114,7 @@ def no_files(texts: list[str], option: str = "--text") -> list[str]:
 
 def stream(path: Path, column: str | None = None) -> Iterator[str]:
     """The texts of a file, or with "-" of stdin, one after the other. Raises as `texts_of_file` does."""
-    from fastbert.data.corpus import texts_in
-    from fastbert.data.rows import texts_of_file
+    from fastbert.data.rows import texts_in, texts_of_file
 
     if str(path) != "-":
         return texts_of_file(path, column)

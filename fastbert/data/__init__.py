@@ -15,7 +15,7 @@ the samplers.
 
 from fastbert.data.collator import PackingCollator
 from fastbert.data.contrastive import ContrastiveCollator, ContrastiveDataset, read_columns
-from fastbert.data.corpus import TokenFile, read_texts, write_tokens
+from fastbert.data.corpus import TokenFile, write_tokens
 from fastbert.data.datasets import (
     ClassificationDataset,
     MLMDataset,
@@ -31,6 +31,7 @@ from fastbert.data.loader import (
     create_dataloader,
     create_mlm_dataloader,
 )
+from fastbert.data.rows import read_texts
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 from fastbert.data.tokenizer import check_tokenizer, get_tokenizer, save_tokenizer, train_tokenizer
 

@@ -9,10 +9,8 @@ A directory holds
 - tokenizer.json, tokenizer_config.json: the tokenizer that was used (`get_tokenizer` reads the directory)
 """
 
-import gzip
 import json
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -25,42 +23,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastbert.data.encode import NO_WORD, encodings, vocabulary_hash
+from fastbert.data.rows import texts_of_file
 from fastbert.data.tokenizer import Counted, continuation_prefix, copy_of, get_tokenizer, save_tokenizer, text_of
 from fastbert.files import part_folder, require_readable, write_text
 from fastbert.warn import warn
-
-# ---- text
-
-
-def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
-    """Yields the lines of UTF-8 files, one text a line, without line ends. x.gz is decompressed.
-
-    Files are read lazily. Raises FileNotFoundError, and ValueError that names the file and byte of text that is not
-    UTF-8, or the damaged .gz file. Bytes are counted after decompression.
-    """
-    for path in [files] if isinstance(files, (str, Path)) else files:
-        with gzip.open(path) if str(path).lower().endswith(".gz") else open(path, "rb") as file:
-            yield from texts_in(path, _whole(path, file))
-
-
-def texts_in(name: str | Path, lines: Iterable[bytes]) -> Iterator[str]:
-    """The lines as `read_texts` yields them. name: of the file or stream, for errors."""
-    place = 0
-    for line in lines:
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name} is not UTF-8 at byte {place + error.start}: {error.reason}") from None
-        yield (text if place else text.removeprefix("\ufeff")).rstrip("\r\n")
-        place += len(line)
-
-
-def _whole(path: str | Path, file: Iterable[bytes]) -> Iterator[bytes]:
-    try:
-        yield from file
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-
 
 # ---- writing
 
@@ -112,18 +78,21 @@ class _Column:
 def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: str | Path) -> "TokenFile":
     """Tokenises a corpus into a directory for `TokenFile`, in one pass with little memory.
 
-    texts: a string is a text, a Path is a UTF-8 file with one text a line. Texts without tokens (empty lines) are
-    skipped, and one warning counts them. A text is tokenised in one piece: pass paragraphs rather than books.
+    texts: a string is a text; a Path is a UTF-8 file with one text a line or, by its name, x.jsonl, x.csv, x.tsv or
+    x.parquet, with texts in its column "text". Texts without tokens (empty lines) are skipped, and one warning counts
+    them. A text is tokenised in one piece: pass paragraphs rather than books.
     directory: must not exist; it is written within a temporary directory beside it, whose name ends in ".part", and
     moved into place when complete. What a killed run has left there is removed after a day. Raises FileExistsError,
-    FileNotFoundError, OSError that names the file if writing fails, ValueError for a file that is not UTF-8 or if no
-    text has tokens, and TypeError for texts of another type.
+    FileNotFoundError, OSError that names the file if writing fails, ValueError for a file that is not UTF-8 or lacks
+    the column, for names of files in place of Paths, and if no text has tokens; TypeError for texts of another type.
     """
     directory, tokenizer = Path(directory), copy_of(tokenizer)
     if directory.exists():
         raise FileExistsError(f"write_tokens: there is a {directory}; expected a new directory")
     if isinstance(texts, (list, tuple)):
         require_readable(each for each in texts if isinstance(each, Path))
+        if texts and all(isinstance(each, str) and os.path.isfile(each) for each in texts):
+            raise ValueError(f"write_tokens: texts are names of files; expected texts, or Path({texts[0]!r})")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with part_folder(directory) as part:
         _write(_texts(texts), tokenizer, part)
@@ -136,7 +105,7 @@ def _texts(sources: Path | Iterable[str | Path]) -> Iterator[str]:
         raise TypeError(f"write_tokens: texts is a {type(sources).__name__}; expected several strings, or a Path")
     for index, source in enumerate([sources] if isinstance(sources, Path) else sources):
         if isinstance(source, Path):
-            yield from read_texts(source)
+            yield from texts_of_file(source)
         else:
             yield text_of("write_tokens", f"texts[{index}]", source, "a string or a Path")
 

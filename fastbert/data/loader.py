@@ -13,6 +13,7 @@ from fastbert.data.collator import PackingCollator
 from fastbert.data.datasets import ClassificationDataset, MLMDataset
 from fastbert.data.encode import short_hash
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler, mixed
+from fastbert.warn import warn
 
 
 class BatchLoader(DataLoader):
@@ -39,38 +40,50 @@ class BatchLoader(DataLoader):
         if hasattr(collator, "set_epoch"):
             sampler.followers.append(collator)
         self._batch = 0  # how many batches of the epoch have been handed out
+        self._ended: int | None = None  # the epoch that came to its end, if none was chosen since
 
     def set_epoch(self, epoch: int) -> None:
         """Selects the epoch, which decides the order and the masks. Call it before the epoch's first batch.
 
-        If a loaded state is of this epoch, it continues where the state was saved.
+        If a loaded state is of this epoch, it continues where the state was saved. A UserWarning says so where training
+        goes on without this call, and so with the same order and masks; evaluations, without gradients, may do that.
         """
+        self._ended = None
         if epoch != self.batch_sampler.epoch:
             self._go_to(epoch, 0)
 
     def _go_to(self, epoch: int, batch: int) -> None:
+        self._ended = None
         self.batch_sampler.set_epoch(epoch)
         self._batch = self.batch_sampler.start = batch
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         sampler = self.batch_sampler
+        if sampler.shuffle and self._ended == sampler.epoch and torch.is_grad_enabled():
+            warn(
+                f"BatchLoader: epoch {sampler.epoch} again, with the same order and masks; call set_epoch(epoch) before"
+                " each epoch"
+            )
         self._batch = sampler.start
         batches = super().__iter__()  # starts the workers and the sampler, which reads `start`
         sampler.start = 0
-        return self._counted(batches, self._batch)
+        return self._counted(batches, self._batch, sampler.epoch)
 
-    def _counted(self, batches: Iterator[dict[str, Any]], before: int) -> Iterator[dict[str, Any]]:
+    def _counted(self, batches: Iterator[dict[str, Any]], before: int, epoch: int) -> Iterator[dict[str, Any]]:
         # Counted here because workers run the sampler ahead, and because iterations of this loader may overlap.
         for number, batch in enumerate(batches, before + 1):
             self._batch = number
             yield batch
+        self._ended = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, how many of its batches were yielded, and all that batches depend on. The same on all ranks."""
         return {"epoch": self.batch_sampler.epoch, "batch": self._batch, **self._identity()}
 
     def _identity(self) -> dict[str, Any]:
-        more = {"mask_seed": getattr(self.collate_fn, "seed", None), "vocabulary": _vocabulary(self.dataset)}
+        masks = {"mask_seed": "seed", "mask_probability": "mlm_probability", "whole_words": "whole_words"}
+        more: dict[str, Any] = {name: getattr(self.collate_fn, attribute, None) for name, attribute in masks.items()}
+        more["vocabulary"] = _vocabulary(self.dataset)
         return {**self.batch_sampler.identity(), **more, "lengths": self._lengths_hash}
 
     @cached_property

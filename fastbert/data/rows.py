@@ -1,15 +1,51 @@
 """Rows of files, read lazily: lines of text, JSON lines, CSV and TSV, Parquet."""
 
 import csv
+import gzip
 import json
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fastbert.data.corpus import read_texts
 from fastbert.data.tokenizer import text_of
 from fastbert.require import require
+
+# ---- text
+
+
+def read_texts(files: str | Path | Iterable[str | Path]) -> Iterator[str]:
+    """Yields the lines of UTF-8 files, one text a line, without line ends. x.gz is decompressed.
+
+    Files are read lazily. Raises FileNotFoundError, and ValueError that names the file and byte of text that is not
+    UTF-8, or the damaged .gz file. Bytes are counted after decompression.
+    """
+    for path in [files] if isinstance(files, (str, Path)) else files:
+        with gzip.open(path) if str(path).lower().endswith(".gz") else open(path, "rb") as file:
+            yield from texts_in(path, _whole(path, file))
+
+
+def texts_in(name: str | Path, lines: Iterable[bytes]) -> Iterator[str]:
+    """The lines as `read_texts` yields them. name: of the file or stream, for errors."""
+    place = 0
+    for line in lines:
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8 at byte {place + error.start}: {error.reason}") from None
+        yield (text if place else text.removeprefix("\ufeff")).rstrip("\r\n")
+        place += len(line)
+
+
+def _whole(path: str | Path, file: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from file
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+# ---- rows
 
 
 def texts_of_file(path: str | Path, column: str | None = None) -> Iterator[str]:

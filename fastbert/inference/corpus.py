@@ -8,12 +8,10 @@ A directory holds
 - index.usearch: after `build_index`, an approximate index
 """
 
-import fcntl
 import json
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import chain, islice
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fastbert.data.rows import texts_of_file
-from fastbert.files import replacing, write_text
+from fastbert.files import alone_in, replacing, write_text
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import best_of, check_count, nearest, require_tensor
@@ -115,7 +113,7 @@ def embed_corpus(
     }
     del manifest["options"]
     directory.mkdir(parents=True, exist_ok=True)
-    with _alone_in(directory):
+    with alone_in(directory, "writes embeddings to"):
         for left in directory.glob("part-*.part"):  # left by a run that was killed while it wrote a part
             left.unlink()
         _agree(directory, manifest)
@@ -194,17 +192,6 @@ def _identity(path: Path) -> dict[str, Any]:
         while block := file.read(1 << 20):
             found.update(block)
     return {"name": path.name, "bytes": path.stat().st_size, "blake2b": found.hexdigest()}
-
-
-@contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Locks the directory, at most until this process ends. Raises RuntimeError if another process holds the lock."""
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"another process writes embeddings to {directory}") from None
-        yield
 
 
 def _agree(directory: Path, manifest: dict[str, Any]) -> None:

@@ -52,7 +52,9 @@ def whole(state: Any) -> Any:
 
 
 def sharded(value: Any, like: Any) -> Any:
-    """This process's shard of a tensor if `like` is sharded; anything else unchanged."""
+    """This process's shard of a tensor if `like` is sharded, also within mappings; anything else unchanged."""
+    if isinstance(value, Mapping) and isinstance(like, Mapping):
+        return {name: sharded(x, like.get(name)) for name, x in value.items()}
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

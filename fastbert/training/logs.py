@@ -69,8 +69,13 @@ def append_row(path: Path, row: dict[str, float]) -> None:
 
 
 def keep_rows(path: Path, step: int) -> None:
-    """Drops rows of later steps, and a truncated last row."""
+    """Drops rows of later steps, and a truncated last row. Raises ValueError for a file that is no such table."""
     if path.exists():
-        header, *rows = path.read_text().splitlines(keepends=True) or [""]
-        kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+        try:
+            header, *rows = path.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+        except ValueError as error:  # UnicodeDecodeError too
+            raise ValueError(
+                f"{path} is no table of a trainer: {error}; expected a step at the start of rows"
+            ) from None
         write_text(path, "".join([header, *kept] if kept else []))

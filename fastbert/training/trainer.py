@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
-from fastbert.files import replacing
+from fastbert.files import alone_in, replacing
 from fastbert.modes import keeping_modes
 from fastbert.training.best import Best
 from fastbert.training.distributed import sharded, whole
@@ -38,6 +38,7 @@ from fastbert.training.state import (
 from fastbert.warn import warn
 
 Callback = Callable[["AMPTrainer", str, dict[str, float]], Any]
+Tell = Callable[[str, dict[str, float]], None]  # tells loggers and callbacks of an event
 _COUNTERS = ("step", "skipped_steps", "epoch", "position")
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")  # settings of optimizers that change no result
 _STATE = "states/"  # the beginning of names of `states` in checkpoints
@@ -117,6 +118,7 @@ class AMPTrainer:
         self.epoch = self.position = 0  # position: batches that this process has used in this epoch
         self.epoch_random = self.loader_state = None  # random state at the epoch's start; the loader's state
         self.labelled = False  # whether a step of this call of `train` had a label
+        self.owes_evaluation = False  # whether the last step's evaluation is still to come
         self.loader: Iterable[Batch] | None = None  # the one that the position is in; None after `load`
         self.place: dict[str, Any] | None = None  # the counters and states after the last whole step, for checkpoints
         if seed is not None:
@@ -141,12 +143,13 @@ class AMPTrainer:
         for the best evaluation, and at the end.
         Training also ends if `stop` is called, if `best` has waited long enough, and, in all processes, if one of them
         gets SIGINT or SIGTERM: the step is finished and saved, then the signal takes its usual course
-        (KeyboardInterrupt, or the end of the process). A second signal takes its usual course at once.
+        (KeyboardInterrupt, or the end of the process). An evaluation that is due then is left to the run that goes on.
+        A second signal takes its usual course at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
-        has checkpoints of later steps; ValueError for a loader without batches or labels or that can be iterated only
-        once, for a loader of fastbert.data that is shared by another number of processes, or an eval_loader that is
-        shared at all, for a loader with persistent workers that is also eval_loader, for `best` without evaluations,
-        and for processes that have loaded different checkpoints.
+        has checkpoints of later steps; RuntimeError if another process trains there; ValueError for a loader without
+        batches or labels or that can be iterated only once, for a loader of fastbert.data that is shared by another
+        number of processes, or an eval_loader that is shared at all, for a loader with persistent workers that is also
+        eval_loader, for `best` without evaluations, and for processes that have loaded different checkpoints.
         """
         _at_least_one(max_steps=max_steps, eval_steps=eval_steps, save_steps=save_steps)
         if eval_loader is loader and getattr(loader, "persistent_workers", False):  # it would silently end the epoch
@@ -158,28 +161,33 @@ class AMPTrainer:
         self._require_a_share(loader)
         self._require_one_step()
         self._require_whole(eval_loader)
-        self._clear_up()
         self.model.train()
         self.stopping = False
         ended = self._ends(max_steps)
         if self.step == max_steps and self.loader is None:  # after `load`; the next call may have another loader
             self.loader = loader
         self.labelled = ended or self.position > 0  # what was in earlier steps of this epoch is not known
-        result = self.evaluate(eval_loader, metric) if ended and eval_loader is not None else {}
-        with signals_put_off() as signalled, self._telling(max_steps) as tell:
+        owes = self.owes_evaluation and eval_loader is not None
+        result: dict[str, float] = {}
+        with self._alone(), signals_put_off() as signalled, self._telling(max_steps) as tell:
+            if ended and eval_loader is not None and not owes:
+                result = self.evaluate(eval_loader, metric)
             tell("begin", {})
+            if owes:
+                result, _ = self._evaluated(eval_loader, metric, tell)
+                self._save_and(tell)
             ended = ended or self._ends(max_steps, signalled)  # a callback may have called `stop`
             for batches in () if ended else self._steps(loader, max_steps, signalled):
                 row = self._step(batches)
                 self._record_position(loader, len(batches))
+                due = self.step == max_steps or _due(self.step, eval_steps)
+                self.owes_evaluation = due and eval_loader is not None
                 if self.step == max_steps:
                     self._require_labels()
                 tell("train", row)
                 improved = False
-                if eval_loader is not None and (self.step == max_steps or _due(self.step, eval_steps)):
-                    result = self.evaluate(eval_loader, metric)
-                    improved = self._improves(result)
-                    tell("evaluation", result)
+                if self.owes_evaluation and not self._any(signalled.number):
+                    result, improved = self._evaluated(eval_loader, metric, tell)
                 ended = self._ends(max_steps, signalled)
                 if ended or improved or _due(self.step, save_steps):
                     self._save_and(tell)
@@ -212,13 +220,23 @@ class AMPTrainer:
             raise ValueError("evaluate: metric returned a number named 'step', which is a column of its own in tables")
         return {name: float(x) for name, x in numbers.items() if isinstance(x, Real)}
 
+    def _evaluated(
+        self, loader: Iterable[Batch], metric: Callable[..., Any], tell: Tell
+    ) -> tuple[dict[str, float], bool]:
+        """The evaluation that the last step owes, and whether it is the best so far."""
+        self.owes_evaluation = False  # before the metric, which may save
+        result = self.evaluate(loader, metric)
+        improved = self._improves(result)
+        tell("evaluation", result)
+        return result, improved
+
     def _improves(self, evaluation: dict[str, float]) -> bool:
         improved = self.best is not None and self.best.record(*self._largest(self.best.of(evaluation)), self.step)
         if improved:
             self.best_directory = self.output_dir
         return improved
 
-    def _save_and(self, tell: Callable[[str, dict[str, float]], None]) -> None:
+    def _save_and(self, tell: Tell) -> None:
         self.save()
         tell("save", {})
 
@@ -320,6 +338,10 @@ class AMPTrainer:
             return [*numbers]
         together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         return self._over_processes(together, dist.ReduceOp.MAX).tolist()
+
+    def _any(self, here: object) -> bool:
+        """Whether something is true in one of the processes."""
+        return bool(self._largest(bool(here))[0])
 
     def _exchanging(self, now: bool) -> contextlib.AbstractContextManager:
         """DDP exchanges gradients once a step; FSDP2 after every micro-batch, or it would hold whole gradients."""
@@ -468,6 +490,7 @@ class AMPTrainer:
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
         path = _checkpoint(self.output_dir, place["step"])
         facts = {"optimizer_class": type(self.optimizer).__name__, "best_directory": self._elsewhere(), **self._facts()}
+        facts["owes_evaluation"] = self.owes_evaluation
         if self.rank == 0:
             with replacing(path) as file:
                 torch.save({**state, **place, **facts, "processes": everyone}, file)
@@ -481,7 +504,8 @@ class AMPTrainer:
 
     def _facts(self) -> dict[str, Any]:
         """What steps depend on besides the parts. (The number of processes is in the checkpoint too.)"""
-        return {"mixed_precision": self.mixed_precision, "gradient_accumulation_steps": self.accumulation}
+        found = {"mixed_precision": self.mixed_precision, "gradient_accumulation_steps": self.accumulation}
+        return found | {"max_grad_norm": self.max_grad_norm}
 
     def _elsewhere(self) -> str | None:
         """The directory of the best evaluation's checkpoint, if it is not output_dir."""
@@ -501,18 +525,20 @@ class AMPTrainer:
         new_epoch: starts a new epoch, for other data than the checkpoint's. With another number of processes the epoch
         starts over with new random numbers, and a UserWarning says so. Learning rates, their schedule and the other
         settings of the optimizer are the checkpoint's; a LambdaLR with another function goes on with that one. A
-        UserWarning says so where the trainer was given others, and where its precision or accumulation is not that of
-        the checkpoint's run.
+        UserWarning says so where the trainer was given others, and where its precision, its accumulation or its
+        max_grad_norm is not that of the checkpoint's run.
         Raises FileNotFoundError; ValueError, before anything changes, for a corrupt file, for another class of
         optimizer or other parameter groups, if only one of checkpoint and trainer has a scheduler, a scaler or one of
         `states`, or if `best` had another metric; RuntimeError for another model.
         """
         state = read_checkpoint(Path(path))
         self._require_the_same_parts(path, state)
-        expected, parameters = unwrapped(self.model).state_dict(), dict(enumerate(self._parameters()))
-        state["model"] = {name: sharded(x, expected.get(name)) for name, x in state["model"].items()}
+        state["model"] = sharded(state["model"], unwrapped(self.model).state_dict())
+        parameters = dict(enumerate(self._parameters()))
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
+        for name, part in self.states.items():
+            state[_STATE + name] = sharded(state[_STATE + name], part.state_dict())
         given = _settings(self.optimizer)
         for name, part in self._parts().items():
             if name in state:  # `best` may be missing, if the earlier trainer had none
@@ -523,12 +549,14 @@ class AMPTrainer:
         for name, value in self._facts().items():
             if value != (before := state.get(name, value)):
                 warn(f"{path} was saved with {name} {before!r}, and this trainer has {value!r}: it trains otherwise")
-        if isinstance(self.scheduler, LambdaLR):
-            _follow_functions(self.scheduler)
+        scheduler = getattr(self.scheduler, "scheduler", self.scheduler)  # SpladeWarmup holds one
+        if isinstance(scheduler, LambdaLR):
+            _follow_functions(scheduler)
         there = Path(state.get("best_directory") or Path(path).parent)
         self.best_directory = self.output_dir if there.resolve() == self.output_dir.resolve() else there
         for name in _COUNTERS:
             setattr(self, name, state[name])
+        self.owes_evaluation = state.get("owes_evaluation", False)
         self.loader = None
         everyone = state["processes"]
         if len(everyone) == self.processes:
@@ -576,7 +604,7 @@ class AMPTrainer:
     # -- loggers and callbacks
 
     @contextlib.contextmanager
-    def _telling(self, max_steps: int) -> Iterator[Callable[[str, dict[str, float]], None]]:
+    def _telling(self, max_steps: int) -> Iterator[Tell]:
         """Yields tell(event, values), which calls the loggers in the first process and the callbacks in all."""
         with contextlib.ExitStack() as stack:
             logs = list(self.loggers) if self.rank == 0 else []
@@ -594,6 +622,21 @@ class AMPTrainer:
 
             yield tell
 
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other runs from output_dir, and clears it up."""
+        with contextlib.ExitStack() as stack:
+            refused = None
+            try:
+                if self.rank == 0:
+                    stack.enter_context(alone_in(self.output_dir, "trains in"))
+            except RuntimeError as error:
+                refused = error
+            if self._any(refused):
+                raise refused or RuntimeError(f"another process trains in {self.output_dir}")
+            self._clear_up()
+            yield
+
     def _clear_up(self) -> None:
         """Removes what an interrupted run left behind: unfinished files, and rows of later steps."""
         if later := [path.name for path in self.checkpoints() if _step_of(path) > self.step]:
@@ -605,12 +648,17 @@ class AMPTrainer:
             for unfinished in self.output_dir.glob("checkpoint-*.part"):
                 unfinished.unlink()
             for table in TABLES:
-                keep_rows(self.output_dir / f"{table}.csv", self.step)
+                last = self.step - (table == "evaluation" and self.owes_evaluation)
+                keep_rows(self.output_dir / f"{table}.csv", last)
 
 
 def _parts_of(loader: Iterable[Batch]) -> list[Any]:
-    """The loader and its parts, which may have a `set_epoch` or a generator."""
-    return [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))]
+    """The loader and its parts, which may have a `set_epoch` or a generator. A sampler of batches may hold another."""
+    parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))]
+    inner = parts[2]
+    while (inner := getattr(inner, "sampler", None)) is not None and all(inner is not part for part in parts):
+        parts.append(inner)
+    return parts
 
 
 def _generators(loader: Iterable[Batch]) -> list[torch.Generator]:

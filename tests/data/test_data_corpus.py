@@ -73,7 +73,8 @@ def test_a_token_file_holds_what_a_data_set_holds(tmp_path, tokenizer, max_lengt
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(text.replace("\n", " ") for text in PASSAGES[50:]), encoding="utf-8")
     texts = PASSAGES[:50] + [text.replace("\n", " ") for text in PASSAGES[50:]]
-    write_tokens([*PASSAGES[:50], lines], tokenizer, tmp_path / "tokens")
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps({"id": 7, "text": text}) for text in PASSAGES[25:50]))
+    write_tokens([*PASSAGES[:25], tmp_path / "x.jsonl", lines], tokenizer, tmp_path / "tokens")
     file = TokenFile(tmp_path / "tokens", max_length)
     dataset = MLMDataset(texts, tokenizer, max_length=max_length, whole_words=True)
     assert len(file) == len(dataset) and torch.equal(file.lengths, dataset.lengths)
@@ -127,6 +128,8 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     for nothing in ([], ["", " "]):
         with pytest.raises(ValueError, match="there is no text with tokens"):
             write_tokens(nothing, WORDPIECE, tmp_path / "tokens")
+    with pytest.raises(ValueError, match="texts are names of files; expected texts, or Path"):
+        write_tokens([__file__], WORDPIECE, tmp_path / "tokens")
     for wrong, words in (("a text", "texts is a str"), (["a", 1], r"texts\[1\] is a int; expected a string or a Path")):
         with pytest.raises(TypeError, match=words):
             write_tokens(wrong, WORDPIECE, tmp_path / "tokens")
@@ -346,7 +349,10 @@ def test_states_of_other_loaders_are_refused(corpus):
         (loader(corpus, shuffle=False), r"shuffle True \(here False\)"),
         (loader(corpus, rank=0, world_size=2), r"world_size 1 \(here 2\)"),
         (wider, r"examples \d+ \(here \d+\), max_tokens 200 \(here 512\)"),
-        (create_dataloader(one.dataset, PackingCollator(), max_tokens=200, seed=3), r"mask_seed 5 \(here None\)"),
+        (
+            create_dataloader(one.dataset, PackingCollator(), max_tokens=200, seed=3),
+            r"mask_seed 5 \(here None\), mask_pr",
+        ),
     ):
         before = other.state_dict()
         with pytest.raises(ValueError, match=f"the state is of another loader: .*{words}"):

@@ -15,7 +15,7 @@ import trainer_process as process
 from test_trainer import Loss, collate, examples, rows, sgd
 from test_trainer_electra import electra_batch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from fastbert import BertForMaskedLM
 from fastbert.data import PackingCollator, TokenBudgetSampler, create_dataloader
@@ -44,6 +44,12 @@ def with_a_generator():
     return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, generator=generator)
 
 
+def with_a_generator_within():
+    data, generator = process.examples(), torch.Generator().manual_seed(5)
+    sampler = BatchSampler(RandomSampler(data, generator=generator), 2, drop_last=False)
+    return DataLoader(data, batch_sampler=sampler, collate_fn=process.masking_loader().collate_fn)
+
+
 def seeded():
     """Batches by a budget of tokens; set_epoch determines the order and the masks of each epoch."""
     data = process.examples()
@@ -69,6 +75,7 @@ LOADERS = {
     "a worker that stays": with_a_worker_that_stays,
     "python and numpy": by_python_and_numpy,
     "a generator of its own": with_a_generator,
+    "a generator of a sampler's sampler": with_a_generator_within,
     "seeded": seeded,
     "resumable": resumable,
 }
@@ -135,8 +142,11 @@ def test_epochs_are_told_to_the_loader_or_to_its_parts_before_their_first_batch(
     class Loader(Telling, Batches):
         pass
 
-    parts = {"batch_sampler": Telling("sampler"), "collate_fn": Telling("collator")}
-    for loader, names in ((Batches(**parts), ["sampler", "collator"]), (Loader("loader", **parts), ["loader"])):
+    parts = {"batch_sampler": Telling("sampler", sampler=Telling("inner")), "collate_fn": Telling("collator")}
+    for loader, names in (
+        (Batches(**parts), ["sampler", "collator", "inner"]),
+        (Loader("loader", **parts), ["loader"]),
+    ):
         told.clear()
         directory = tmp_path / names[0]
         sgd(BertForMaskedLM(CONFIG), directory).train(loader, max_steps=3)
@@ -308,11 +318,31 @@ def test_other_settings_than_the_checkpoint_s_are_told_of(tmp_path):
         warnings.simplefilter("error")
         assert new(1, None, foreach=False).resume()
     with pytest.warns(UserWarning) as told:
-        new(2, "bf16", weight_decay=0.5, betas=(0.5, 0.9)).resume()
+        other = new(2, "bf16", weight_decay=0.5, betas=(0.5, 0.9))
+        other.max_grad_norm = 2.0
+        other.resume()
     said = "\n".join(str(each.message) for each in told)
     assert "weight_decay are the checkpoint's, [0.01], instead of [0.5]" in said and "betas are" in said
     assert "mixed_precision None, and this trainer has 'bf16'" in said
     assert "gradient_accumulation_steps 1, and this trainer has 2" in said
+    assert "max_grad_norm 1.0, and this trainer has 2.0" in said
+
+
+def test_one_run_at_a_time_has_a_directory(tmp_path):
+    """Also the tables of a trainer are there, and nothing else of their names."""
+
+    def another(*_):
+        with pytest.raises(RuntimeError, match=f"another process trains in {tmp_path}"):
+            sgd(BertForMaskedLM(CONFIG), tmp_path).train(batches, max_steps=1)
+
+    batches = [collate(examples(), "of_tokens")]
+    sgd(BertForMaskedLM(CONFIG), tmp_path, callbacks=[another]).train(batches, max_steps=1)
+    for damaged in (b"step,loss\nfoo,1\n", b"step\n1\n\xff\n"):
+        (tmp_path / "train.csv").write_bytes(damaged)
+        again = sgd(BertForMaskedLM(CONFIG), tmp_path)
+        again.resume()
+        with pytest.raises(ValueError, match="train.csv is no table of a trainer: .*expected a step at the start"):
+            again.train(batches, max_steps=2)
 
 
 @pytest.mark.slow
@@ -326,11 +356,11 @@ def test_a_killed_run_ends_bit_for_bit_where_an_uninterrupted_one_does(tmp_path)
     assert process.launch(tmp_path / "two", 6, "--die", "save").returncode == -signal.SIGKILL
     left = sorted(re.sub(r"[0-9a-f]{8}\.part", "<random>.part", path.name) for path in (tmp_path / "two").iterdir())
     checkpoints = ["checkpoint-00000002.pt", "checkpoint-00000003.pt", "checkpoint-00000004.pt.<random>.part"]
-    assert left == [*checkpoints, "train.csv"]
+    assert left == [".lock", *checkpoints, "train.csv"]
     resumed = process.launch(tmp_path / "two", 6)
     assert resumed.stdout.strip() == uninterrupted, resumed.stderr
     left = sorted(path.name for path in (tmp_path / "two").iterdir())
-    assert left == ["checkpoint-00000005.pt", "checkpoint-00000006.pt", "train.csv"]
+    assert left == [".lock", "checkpoint-00000005.pt", "checkpoint-00000006.pt", "train.csv"]
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):

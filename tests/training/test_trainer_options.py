@@ -389,19 +389,24 @@ def handled():
 
 @pytest.mark.parametrize("number, error", [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 def test_a_signal_ends_the_run_after_the_step_which_is_saved(tmp_path, handlers, number, error):
-    one = trainer_of(tmp_path, "one")
-    one.train(process.shuffled(), max_steps=5)
+    """An evaluation that is due then is left to the run that goes on."""
+    metric = lambda model, *_: float(next(model.parameters()).detach().sum())  # noqa: E731
+    evaluation = {"eval_loader": [], "metric": metric, "eval_steps": 2}
+    one = trainer_of(tmp_path, "one", best=Best())
+    one.train(process.shuffled(), max_steps=5, **evaluation)
     for end in (2, 5):
-        trainers.append(trainer_of(tmp_path, "two"))
+        trainers.append(trainer_of(tmp_path, "two", best=Best()))
         trainers[-1].resume()
         if end == 2:
             trainers[-1].model.register_forward_hook(signalling(number, at=1))
             with pytest.raises(error):
-                trainers[-1].train(process.shuffled(), max_steps=5)
+                trainers[-1].train(process.shuffled(), max_steps=5, **evaluation)
+            assert not (tmp_path / "two" / "evaluation.csv").exists()
         else:
-            trainers[-1].train(process.shuffled(), max_steps=5)
+            trainers[-1].train(process.shuffled(), max_steps=5, **evaluation)
         assert trainers[-1].step == end and kept(trainers[-1])[-1] == end and handled() == handlers
     assert digest(one) == digest(trainers[-1])
+    assert len({(tmp_path / name / "evaluation.csv").read_text() for name in ("one", "two")}) == 1
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path, handlers, capfd):

@@ -11,8 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fastbert import BertForMaskedLM
 from fastbert.data import PackingCollator, create_dataloader
-from fastbert.training import AMPTrainer, Best, distribute, linear_schedule
+from fastbert.training import AMPTrainer, Best, InBatchNegatives, Splade, SpladeWarmup, distribute, linear_schedule
 
+SPLADE = Splade(InBatchNegatives(), 1.0)
 MASKS = PackingCollator(mlm_probability=0.3, mask_token_id=4, vocab_size=99, special_ids=[0], seed=1)
 
 
@@ -122,14 +123,16 @@ def test_more_states_are_saved_and_required(tmp_path):
         trainer_of(tmp_path, states={"ema": 3})
 
 
-def test_a_schedule_may_be_extended(tmp_path):
+@pytest.mark.parametrize("within", [lambda schedule: schedule, lambda schedule: SpladeWarmup(SPLADE, 2, schedule)])
+def test_a_schedule_may_be_extended(tmp_path, within):
     """The step after the old end has the new schedule's rate. Other rates than the checkpoint's are told of."""
 
     def new(lr, steps):
         process.seed()
         model = BertForMaskedLM(process.CONFIG)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        return AMPTrainer(model, optimizer, linear_schedule(optimizer, 0, steps), output_dir=tmp_path, progress=False)
+        schedule = within(linear_schedule(optimizer, 0, steps))
+        return AMPTrainer(model, optimizer, schedule, output_dir=tmp_path, progress=False)
 
     new(1e-2, 4).train(process.shuffled(), 4)
     trainer = new(1e-2, 8)
@@ -192,6 +195,7 @@ def test_options_of_ddp_are_passed_on(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
+@torch.no_grad()
 def masks_of(loader):
     return [batch["input_ids"].tolist() for batch in loader]
 
@@ -230,6 +234,8 @@ def test_loaders_that_share_a_collator_have_epochs_of_their_own():
     one.set_epoch(3)
     assert masks_of(two) == before != masks_of(one)
     assert masks_of(one) == masks_of(one)
+    with pytest.warns(UserWarning, match="epoch 3 again, with the same order and masks; call set_epoch"):
+        next(iter(one))
 
 
 def test_seeds_are_not_each_other_s_epochs():

@@ -23,11 +23,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from distributed import leave
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from fastbert import BertConfig, BertForMaskedLM, BertForPreTraining
 from fastbert.data import PackingCollator
 from fastbert.training import AMPTrainer, Best, compute_mlm_loader_loss, distribute, linear_schedule, parameter_groups
+from fastbert.training.losses import unwrapped
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 CONFIG = BertConfig(vocab_size=99, max_position_embeddings=32, **SIZES)
@@ -122,8 +124,14 @@ def alone(directory: Path, steps: int, die: str | None = None) -> str:
 def resumed(directory: Path, kind: str, rank: int, processes: int) -> None:
     def run(name: str, start: Path | None = None) -> AMPTrainer:
         seed()
-        model = distribute(BertForMaskedLM(CONFIG), kind)
-        trainer = trainer_of(model, directory / name, 6, gradient_accumulation_steps=2, mixed_precision="bf16")
+        model = BertForMaskedLM(CONFIG)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        model = distribute(model, kind)
+        if kind == "fsdp":
+            average.module = distribute(average.module, kind)
+        update = lambda trainer, event, values: event == "train" and average.update_parameters(unwrapped(model))  # noqa: E731
+        options = {"gradient_accumulation_steps": 2, "mixed_precision": "bf16", "states": {"average": average}}
+        trainer = trainer_of(model, directory / name, 6, callbacks=[update], **options)
         if start is not None:
             trainer.load(start)
         held_out = labelled_batches()[:3]  # the same in every process
