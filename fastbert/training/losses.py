@@ -93,10 +93,12 @@ def loss_terms(out: Any, batch: Batch) -> Tensor:
 
 
 def loss_of(out: Any, batch: Batch) -> Tensor:
-    """`out.loss`. Raises ValueError if it is None, because the head needs labels that the batch does not have."""
-    if out.loss is None:
+    """`out.loss`, or `out["loss"]` of a dict. Raises ValueError if there is none, because the head needs labels that
+    the batch does not have."""
+    loss = out.get("loss") if type(out) is dict else out.loss
+    if loss is None:
         raise ValueError(f"the batch has {', '.join(sorted(batch))}, and the model gave no loss; expected its labels")
-    return out.loss
+    return loss
 
 
 def compute_mlm_loss(model: nn.Module, batch: Batch) -> Tensor:

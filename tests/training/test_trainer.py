@@ -190,7 +190,9 @@ def test_a_classification_loss_is_that_of_its_logits():
     model = BertForSequenceClassification(EXACT.changed(num_labels=3)).double()
     batch = collate(examples(), "of_sequence")
     expected = F.cross_entropy(model(**batch).logits, batch["labels"])
-    assert compute_classification_loss(model, batch).item() == pytest.approx(expected.item(), rel=1e-12)
+    in_a_dict = lambda **batch: model(**batch)._asdict()  # noqa: E731
+    for each in (model, in_a_dict):
+        assert compute_classification_loss(each, batch).item() == pytest.approx(expected.item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
