@@ -67,24 +67,37 @@ def part_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
+_locked: dict[str, object] = {}  # directories, by this process
+
+
 @contextmanager
 def alone_in(directory: Path, does: str) -> Iterator[None]:
-    """Locks the directory, at most until this process ends. Raises RuntimeError, which says what this `does`, if
-    another process holds the lock. Where the system or the file system has no locks, nothing is locked."""
+    """Locks the file .lock of a directory, at most until this process ends. Raises RuntimeError, which says what this
+    `does`, if another process or thread has locked it. Where there are no locks, only threads keep each other out."""
+    place, mine, taken = os.path.realpath(directory), object(), f"another run {does} {directory}"
+    if _locked.setdefault(place, mine) is not mine:
+        raise RuntimeError(taken)
+    try:
+        with open(directory / ".lock", "w") as file:
+            _lock(file, taken)
+            yield
+    finally:
+        del _locked[place]
+
+
+def _lock(file: IO[str], taken: str) -> None:
+    """Until the file is closed. Processes that are forked meanwhile, such as a loader's workers, do not hold it."""
     try:
         import fcntl
     except ImportError:  # Windows
-        yield
         return
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RuntimeError(f"another process {does} {directory}") from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
-                raise
-        yield
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise RuntimeError(taken) from None
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def _part_of(path: Path) -> Path:

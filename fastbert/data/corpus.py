@@ -91,13 +91,17 @@ def write_tokens(texts: Path | Iterable[str | Path], tokenizer: Any, directory: 
         raise FileExistsError(f"write_tokens: there is a {directory}; expected a new directory")
     if isinstance(texts, (list, tuple)):
         require_readable(each for each in texts if isinstance(each, Path))
-        if texts and all(isinstance(each, str) and os.path.isfile(each) for each in texts):
+        if texts and all(isinstance(each, str) and _is_name_of_file(each) for each in texts):
             raise ValueError(f"write_tokens: texts are names of files; expected texts, or Path({texts[0]!r})")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with part_folder(directory) as part:
         _write(_texts(texts), tokenizer, part)
         os.replace(part, directory)
     return TokenFile(directory)
+
+
+def _is_name_of_file(text: str) -> bool:
+    return (os.sep in text or "." in text) and os.path.isfile(text)
 
 
 def _texts(sources: Path | Iterable[str | Path]) -> Iterator[str]:

@@ -15,6 +15,8 @@ from fastbert.data.encode import short_hash
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler, mixed
 from fastbert.warn import warn
 
+_LATER = ("mask_probability", "whole_words")  # earlier states do not have them
+
 
 class BatchLoader(DataLoader):
     """A DataLoader over one of this package's samplers that can stop within an epoch and continue there.
@@ -62,7 +64,7 @@ class BatchLoader(DataLoader):
         if sampler.shuffle and self._ended == sampler.epoch and torch.is_grad_enabled():
             warn(
                 f"BatchLoader: epoch {sampler.epoch} again, with the same order and masks; call set_epoch(epoch) before"
-                " each epoch"
+                " each epoch of training (shuffle=False for evaluations)"
             )
         self._batch = sampler.start
         batches = super().__iter__()  # starts the workers and the sampler, which reads `start`
@@ -99,7 +101,8 @@ class BatchLoader(DataLoader):
         another vocabulary or other batches.
         """
         ours = self._identity()
-        other = [name for name, value in ours.items() if name not in state or state[name] != value]
+        given = {name: ours[name] for name in _LATER} | dict(state)
+        other = [name for name, value in ours.items() if name not in given or given[name] != value]
         if other or not {"epoch", "batch"} <= state.keys():
             differences = ", ".join(f"{name} {state.get(name)} (here {ours[name]})" for name in other)
             hint = (

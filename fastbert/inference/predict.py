@@ -13,6 +13,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -204,7 +205,11 @@ class Predictor:
         """input_ids, token_type_ids and `more` columns of each text or pair of texts, cut at max_length."""
         names = ("input_ids", "token_type_ids", *more)
         found = cut_encodings(self.tokenizer, texts, self.max_length, truncation)
-        return [{name: COLUMNS[name](encoding)[left] for name in names} for encoding, left in found]
+        rows = [{name: COLUMNS[name](encoding)[left] for name in names} for encoding, left in found]
+        for index, row in enumerate(rows):
+            if not len(row["input_ids"]):  # the tokenizer adds no special ones
+                raise ValueError(f"{type(self).__name__}: texts[{index}] has no token; expected text")
+        return rows
 
     def _batches(self, rows: Sequence[Row]) -> Iterator[_Tokens]:
         """Packed batches of texts of similar length. rows: input_ids and token_type_ids of each text."""
@@ -362,8 +367,8 @@ class EntityTagger(Predictor):
         super().__init__(model, tokenizer, **arguments)
         self.stride = min(128, self.max_length // 2) if stride is None else stride
         room = self.max_length - self.tokenizer.num_special_tokens_to_add(False)
-        if not 0 <= self.stride < room:
-            raise ValueError(f"EntityTagger: stride is {stride}; expected 0 to {room - 1} of the {room} of a window")
+        if not isinstance(self.stride, Integral) or not 0 <= self.stride < room:
+            raise ValueError(f"EntityTagger: stride is {stride!r}; expected 0 to {room - 1} of the {room} of a window")
 
     def __call__(self, texts: Sequence[str | list[str]]) -> list[list[Entity]]:
         """For each text its entities, in order. A word has the label of its first token; O means no entity.

@@ -37,7 +37,7 @@ def set_random_state(
     if generators is not None and len(generators) != len(state["loader"]):
         raise ValueError(
             f"the state is of a loader with {len(state['loader'])} random generators, this one has {len(generators)}; "
-            "expected a loader of the same kind"
+            "expected a loader of the same kind, or load(path, new_epoch=True)"
         )
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from fastbert.data.loader import BatchLoader
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
 from fastbert.files import alone_in, replacing
 from fastbert.modes import keeping_modes
@@ -146,7 +147,7 @@ class AMPTrainer:
         (KeyboardInterrupt, or the end of the process). An evaluation that is due then is left to the run that goes on.
         A second signal takes its usual course at once.
         Raises FloatingPointError for a loss that is not finite, before its step is taken; FileExistsError if output_dir
-        has checkpoints of later steps; RuntimeError if another process trains there; ValueError for a loader without
+        has checkpoints of later steps; RuntimeError if another run trains there; ValueError for a loader without
         batches or labels or that can be iterated only once, for a loader of fastbert.data that is shared by another
         number of processes, or an eval_loader that is shared at all, for a loader with persistent workers that is also
         eval_loader, for `best` without evaluations, and for processes that have loaded different checkpoints.
@@ -167,7 +168,7 @@ class AMPTrainer:
         if self.step == max_steps and self.loader is None:  # after `load`; the next call may have another loader
             self.loader = loader
         self.labelled = ended or self.position > 0  # what was in earlier steps of this epoch is not known
-        owes = self.owes_evaluation and eval_loader is not None
+        owes = self.owes_evaluation and eval_loader is not None and self.step <= max_steps
         result: dict[str, float] = {}
         with self._alone(), signals_put_off() as signalled, self._telling(max_steps) as tell:
             if ended and eval_loader is not None and not owes:
@@ -212,6 +213,8 @@ class AMPTrainer:
         generators = _generators(loader)  # it may be training's loader
         with keeping_modes(self.model), keeping_random_state(self.device, generators), self._autocast():
             found = metric(unwrapped(self.model), loader, self.device)
+        if isinstance(loader, BatchLoader):
+            loader.set_epoch(loader.batch_sampler.epoch)  # it may be evaluated again
         values = found if isinstance(found, Mapping) else {"loss": found}
         numbers = {n: x.item() if isinstance(x, (Tensor, np.ndarray)) and x.ndim == 0 else x for n, x in values.items()}
         if not isinstance(found, Mapping) and not isinstance(numbers["loss"], Real):
@@ -224,9 +227,8 @@ class AMPTrainer:
         self, loader: Iterable[Batch], metric: Callable[..., Any], tell: Tell
     ) -> tuple[dict[str, float], bool]:
         """The evaluation that the last step owes, and whether it is the best so far."""
-        self.owes_evaluation = False  # before the metric, which may save
         result = self.evaluate(loader, metric)
-        improved = self._improves(result)
+        improved, self.owes_evaluation = self._improves(result), False
         tell("evaluation", result)
         return result, improved
 
@@ -537,7 +539,7 @@ class AMPTrainer:
         parameters = dict(enumerate(self._parameters()))
         for i, moments in state["optimizer"]["state"].items():
             state["optimizer"]["state"][i] = {name: sharded(x, parameters.get(i)) for name, x in moments.items()}
-        for name, part in self.states.items():
+        for name, part in self.states.items() if isinstance(self.model, FSDPModule) else ():
             state[_STATE + name] = sharded(state[_STATE + name], part.state_dict())
         given = _settings(self.optimizer)
         for name, part in self._parts().items():
@@ -626,14 +628,14 @@ class AMPTrainer:
     def _alone(self) -> Iterator[None]:
         """Keeps other runs from output_dir, and clears it up."""
         with contextlib.ExitStack() as stack:
-            refused = None
+            refused: Exception | None = None
             try:
                 if self.rank == 0:
                     stack.enter_context(alone_in(self.output_dir, "trains in"))
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 refused = error
             if self._any(refused):
-                raise refused or RuntimeError(f"another process trains in {self.output_dir}")
+                raise refused or RuntimeError(f"the first process cannot train in {self.output_dir}")
             self._clear_up()
             yield
 
@@ -653,12 +655,15 @@ class AMPTrainer:
 
 
 def _parts_of(loader: Iterable[Batch]) -> list[Any]:
-    """The loader and its parts, which may have a `set_epoch` or a generator. A sampler of batches may hold another."""
+    """The loader and its parts, which may have a `set_epoch` or a generator. Samplers may hold another, which comes
+    last."""
     parts = [loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler", "dataset", "collate_fn"))]
-    inner = parts[2]
-    while (inner := getattr(inner, "sampler", None)) is not None and all(inner is not part for part in parts):
-        parts.append(inner)
-    return parts
+    samplers = parts[1:3]
+    for sampler in samplers:  # which grows; some are their own
+        inner = getattr(sampler, "sampler", None)
+        if inner is not None and all(inner is not other for other in samplers):
+            samplers.append(inner)
+    return parts + samplers[2:]
 
 
 def _generators(loader: Iterable[Batch]) -> list[torch.Generator]:

@@ -228,7 +228,7 @@ def test_one_process_at_a_time(encoder, file, tmp_path):
     def again(count):
         if not seen:
             seen.append(count)
-            with pytest.raises(RuntimeError, match="another process writes"):
+            with pytest.raises(RuntimeError, match="another run writes"):
                 embed_corpus(encoder, file, tmp_path / "out")
 
     embed_corpus(encoder, file, tmp_path / "out", progress=again)

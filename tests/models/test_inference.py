@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from fastbert import AutoModel, BertForMaskedLM, BertForSequenceClassification
 from fastbert.cli.demo import python_documentation
 from fastbert.data import TokenClassificationDataset, create_classification_dataloader, get_tokenizer, save_tokenizer
+from fastbert.data.tokenizer import copy_of
 from fastbert.inference import (
     EntityTagger,
     Fill,
@@ -323,6 +324,33 @@ def test_lists_of_words_are_tagged_as_the_data_set_reads_them(checkpoint, family
         tag(["a", ["b"]])
 
 
+def test_entities_of_a_text_of_any_length(checkpoint):
+    """Each token has the label of the window that reads most around it: by loops over the tokenizer's windows."""
+    directory, text = checkpoint("BertForTokenClassification", num_labels=5), " ".join(TEXTS[:6])
+    tag = EntityTagger.from_pretrained(directory, max_length=21, stride=7)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(directory), tag.model
+    cut = {"truncation": True, "max_length": 21, "stride": 7, "return_overflowing_tokens": True}
+    windows, read = tokenizer(text, return_offsets_mapping=True, **cut), {}
+    for ids, offsets in zip(windows["input_ids"], windows["offset_mapping"], strict=True):
+        with torch.no_grad():
+            scores = model(torch.tensor([ids])).logits[0].softmax(-1)
+        for place, (span, score) in enumerate(zip(offsets, scores, strict=True)):
+            around = min(place, len(ids) - 1 - place)
+            if span != (0, 0) and around > read.get(span, (-1,))[0]:
+                read[span] = around, int(score.argmax()), float(score.max())
+    assert len(windows["input_ids"]) > 20 and len({label for _, label, _ in read.values()}) > 1
+    (row,) = tag.encode([text], "split")
+    (found,) = tag._labels([row])
+    found = [one for one, span in zip(found.tolist(), row["offsets"].tolist(), strict=True) if span != [0, 0]]
+    for (_, label, score), span in zip(found, sorted(read), strict=True):
+        assert label == read[span][1] and abs(score - read[span][2]) < CLOSE
+    entities = tag([text, "short"])[0]
+    assert entities[-1].end > len(text) - 20 and all(text[e.start : e.end] == e.text for e in entities)
+    assert tag([text.split()])[0][-1].end > len(" ".join(text.split())) - 20
+    with pytest.raises(ValueError, match="stride is 19; expected 0 to 18 of the 19 of a window"):
+        EntityTagger(tag.model, tag.tokenizer, max_length=21, stride=19)
+
+
 # ---- answers
 
 
@@ -452,6 +480,10 @@ def test_texts_that_cannot_be_used(checkpoint):
     assert [(label.label, pytest.approx(label.score, abs=CLOSE)) for label in classify([""])[0]] == [
         (label["label"], label["score"]) for label in empty
     ]
+    bare = copy_of(classify.tokenizer)
+    bare.post_processor = tokenizers_library.processors.Sequence([])  # no special tokens
+    with pytest.raises(ValueError, match=r"texts\[1\] has no token; expected text"):
+        TextClassifier(classify.model, bare)(["a", ""])
     for text in ("\ud800", ("a", "\ud800")):
         with pytest.raises(ValueError, match=r"TextClassifier: texts\[1\] is not text at character 0"):
             classify(["a", text])

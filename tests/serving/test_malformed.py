@@ -67,7 +67,7 @@ def test_they_are_refused_and_harm_nobody(client, count):
         assert client.get("/health").status_code == 200
 
     send()
-    assert {200, 400, 422} <= statuses
+    assert {200, 422} <= statuses  # and 400 for a body that was cut, if one was
     assert client.post("/embed", json={"inputs": TEXTS}).json() == alone
 
 

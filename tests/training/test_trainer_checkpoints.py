@@ -2,10 +2,14 @@
 
 import copy
 import functools
+import multiprocessing
 import random
 import re
 import resource
 import signal
+import subprocess
+import sys
+import time
 import warnings
 
 import numpy as np
@@ -15,7 +19,7 @@ import trainer_process as process
 from test_trainer import Loss, collate, examples, rows, sgd
 from test_trainer_electra import electra_batch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from fastbert import BertForMaskedLM
 from fastbert.data import PackingCollator, TokenBudgetSampler, create_dataloader
@@ -44,10 +48,21 @@ def with_a_generator():
     return DataLoader(loader.dataset, 2, shuffle=True, collate_fn=loader.collate_fn, generator=generator)
 
 
+class Wrapper(Sampler):
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __iter__(self):
+        return iter(self.sampler)
+
+    def __len__(self):
+        return len(self.sampler)
+
+
 def with_a_generator_within():
     data, generator = process.examples(), torch.Generator().manual_seed(5)
-    sampler = BatchSampler(RandomSampler(data, generator=generator), 2, drop_last=False)
-    return DataLoader(data, batch_sampler=sampler, collate_fn=process.masking_loader().collate_fn)
+    sampler = Wrapper(RandomSampler(data, generator=generator))
+    return DataLoader(data, 2, sampler=sampler, collate_fn=process.masking_loader().collate_fn)
 
 
 def seeded():
@@ -329,14 +344,27 @@ def test_other_settings_than_the_checkpoint_s_are_told_of(tmp_path):
 
 
 def test_one_run_at_a_time_has_a_directory(tmp_path):
-    """Also the tables of a trainer are there, and nothing else of their names."""
+    """Processes that the run forks, such as workers, do not keep others out when it has ended. Tables in the directory
+    are those of a trainer."""
+    code = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    in_another_process = functools.partial(subprocess.run, [sys.executable, "-c", code, tmp_path / ".lock"])
+    forked = []
 
-    def another(*_):
-        with pytest.raises(RuntimeError, match=f"another process trains in {tmp_path}"):
+    def another(trainer, event, values):
+        if event != "train":
+            return
+        with pytest.raises(RuntimeError, match=f"another run trains in {tmp_path}"):
             sgd(BertForMaskedLM(CONFIG), tmp_path).train(batches, max_steps=1)
+        assert b"BlockingIOError" in in_another_process(capture_output=True).stderr
+        forked.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)))
+        forked[-1].start()
 
     batches = [collate(examples(), "of_tokens")]
     sgd(BertForMaskedLM(CONFIG), tmp_path, callbacks=[another]).train(batches, max_steps=1)
+    in_another_process(check=True)
+    for each in forked:
+        assert each.is_alive()
+        each.kill()
     for damaged in (b"step,loss\nfoo,1\n", b"step\n1\n\xff\n"):
         (tmp_path / "train.csv").write_bytes(damaged)
         again = sgd(BertForMaskedLM(CONFIG), tmp_path)

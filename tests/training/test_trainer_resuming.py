@@ -37,6 +37,28 @@ def test_two_phases_go_on_wherever_they_were_interrupted(tmp_path, first, stop):
     assert digest(one) == digest(two) and two.epoch == 1 and two.position == 5
 
 
+def test_each_phase_makes_the_evaluations_that_it_owes(tmp_path):
+    def run(name, stop=None):
+        def interrupt(trainer, event, values):
+            if event == "train" and trainer.step == stop:  # saved by hand before the evaluation that is due
+                trainer.save()
+                raise KeyboardInterrupt
+
+        trainer = trainer_of(tmp_path, name, callbacks=[interrupt], best=Best())
+        trainer.resume()
+        for value, end in ((1.0, 2), (2.0, 4)):
+            trainer.train(resumable(4), end, eval_loader=[], metric=lambda *_, value=value: value, eval_steps=2)
+        return trainer
+
+    one = run("one")
+    for stop in (2, 4):
+        with pytest.raises(KeyboardInterrupt):
+            run("two", stop)
+    two = run("two")
+    assert digest(one) == digest(two)
+    assert len({(tmp_path / name / "evaluation.csv").read_text() for name in ("one", "two")}) == 1
+
+
 def test_a_new_epoch_may_have_other_data(tmp_path):
     one = trainer_of(tmp_path)
     one.train(resumable(4), 2)
