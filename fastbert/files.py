@@ -42,6 +42,8 @@ def replacing(path: str | Path) -> Iterator[IO[bytes]]:
         part.unlink(missing_ok=True)
         if cause := _system_error(error, part):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+        if isinstance(error, OSError) and error.errno is None:  # NumPy's, for a write that was cut short
+            raise OSError(f"{path}: {error}") from error
         raise
     _sync_names(path.parent)
 

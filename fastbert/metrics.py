@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastbert.figures import new_figure, save_figure
-from fastbert.inference.vectors import nearest
+from fastbert.inference.vectors import best_of, nearest
 from fastbert.labels import IGNORED
 from fastbert.modes import evaluating
 from fastbert.require import require
@@ -384,13 +384,13 @@ def evaluate_retrieval_metrics(
 ) -> dict[str, float]:
     """ndcg_at_k, mrr_at_k and recall_at_k, for each k, of an exact search for each query in the whole corpus.
 
-    encoder: a `SentenceEncoder`, whose prompts and similarity are used. queries, corpus: texts by id, or in order.
-    relevant: for each query, the ids (or indices) of its relevant documents, or a mapping from these to their
-    relevance. query_prompt, corpus_prompt: texts; None uses the prompts of `encode_query` and `encode_document`.
-    options: for `encode`. The vectors of all texts are in memory, scores only in blocks. Documents with equal scores
-    keep their order, and a query without a relevant document counts as 0. Raises TypeError for a single text and for
-    relevant documents that are no ids, ValueError for one that is not in the corpus and for queries that do not match,
-    and what ndcg_at_k raises.
+    encoder: a `SentenceEncoder`, `SparseEncoder` or `MultiVectorEncoder`, whose prompts and similarity are used.
+    queries, corpus: texts by id, or in order. relevant: for each query, the ids (or indices) of its relevant documents,
+    or a mapping from these to their relevance. query_prompt, corpus_prompt: texts; None uses the prompts of
+    `encode_query` and `encode_document`. options: for `encode`. The vectors of all texts are in memory; of a
+    SentenceEncoder, scores only in blocks. Documents with equal scores keep their order, and a query without a relevant
+    document counts as 0. Raises TypeError for a single text and for relevant documents that are no ids, ValueError for
+    one that is not in the corpus and for queries that do not match, and what ndcg_at_k raises.
     """
     caller = "evaluate_retrieval_metrics"
     queries, corpus, relevant = (
@@ -403,13 +403,23 @@ def evaluate_retrieval_metrics(
     vectors = encoder.encode_document(list(corpus.values()), prompt=corpus_prompt, **options)
     places = {document: place for place, document in enumerate(corpus)}
     scores, relevance = [], []
-    best = (x.tolist() for x in nearest(asked, vectors, max(ks), encoder.similarity))
+    best = (x.tolist() for x in _nearest(encoder, asked, vectors, max(ks)))
     for values, found, of_query in zip(*best, grades, strict=True):
         wanted = {places[document]: grade for document, grade in of_query.items()}
         missed = wanted.keys() - set(found)
         relevance.append([wanted.get(place, 0) for place in found] + [wanted[place] for place in missed])
         scores.append(values + [-math.inf] * len(missed))
     return _ranking_scores(scores, relevance, ks)
+
+
+def _nearest(encoder: Any, asked: Any, vectors: Any, k: int) -> tuple[Tensor, Tensor]:
+    """(scores, indices), each (N, min(k, M)), the best first. vectors: of the kind that the encoder gives."""
+    if isinstance(vectors, Tensor) and vectors.layout == torch.strided:
+        return nearest(asked, vectors, k, encoder.similarity)
+    scores = encoder.similarity(asked, vectors)  # sparse, or several for each text
+    if scores.isnan().any():
+        raise ValueError("evaluate_retrieval_metrics: a score is NaN; expected numbers")
+    return best_of(scores, torch.arange(scores.shape[1], device=scores.device).expand(len(scores), -1), k)
 
 
 def _by_id(caller: str, name: str, given: Any) -> dict[Any, Any]:
@@ -454,9 +464,9 @@ def evaluate_reranking_metrics(
 ) -> dict[str, float]:
     """ndcg_at_k, mrr_at_k and recall_at_k, for each k, of the order in which each query's own documents are ranked.
 
-    ranker: a `CrossEncoder`, or a `SentenceEncoder`, which ranks by similarity. documents: of each query, in any order
-    (documents with equal scores keep it). relevance: of the same documents, as for ndcg_at_k. options: for `predict` or
-    `encode`. Raises ValueError for unequal numbers, and what ndcg_at_k raises.
+    ranker: a `CrossEncoder`, or one of the other encoders, which rank by similarity. documents: of each query, in any
+    order (documents with equal scores keep it). relevance: of the same documents, as for ndcg_at_k. options: for
+    `predict` or `encode`. Raises ValueError for unequal numbers, and what ndcg_at_k raises.
     """
     ks = _several("evaluate_reranking_metrics", k)
     counts = [len(of_query) for of_query in documents]
@@ -470,7 +480,11 @@ def evaluate_reranking_metrics(
     if hasattr(ranker, "predict"):
         scores = ranker.predict([(queries[place], text) for place, text in zip(owners, texts, strict=True)], **options)
     else:
-        asked = ranker.encode_query(list(queries), **options)[owners]
+        asked = ranker.encode_query(list(queries), **options)
+        if isinstance(asked, Tensor):
+            asked = asked.index_select(0, torch.tensor(owners, dtype=torch.int64, device=asked.device))
+        else:  # several vectors for each text
+            asked = [asked[place] for place in owners]
         scores = ranker.similarity_pairwise(asked, ranker.encode_document(texts, **options))
     return _ranking_scores([part.tolist() for part in scores.split(counts)], relevance, ks)
 
@@ -480,9 +494,9 @@ def evaluate_sts_metrics(
 ) -> dict[str, float]:
     """spearman and pearson, in [-1, 1]: the correlation between similarities of text pairs and the scores people gave.
 
-    encoder: a `SentenceEncoder`, whose similarity is used. options: for `encode`. Equal values share their mean rank;
-    if all similarities are equal, both correlations are 0. Equivalent to `scipy.stats.spearmanr` and `pearsonr`. Raises
-    ValueError for unequal numbers, and for scores that are not finite or all equal.
+    encoder: a `SentenceEncoder` or `SparseEncoder`, whose similarity is used. options: for `encode`. Equal values share
+    their mean rank; if all similarities are equal, both correlations are 0. Equivalent to `scipy.stats.spearmanr` and
+    `pearsonr`. Raises ValueError for unequal numbers, and for scores that are not finite or all equal.
     """
     given = np.asarray(scores, np.float64)
     if not len(texts) == len(others) == len(given) or not np.isfinite(given).all() or len(set(given.tolist())) < 2:

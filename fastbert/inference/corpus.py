@@ -27,6 +27,7 @@ from fastbert.files import alone_in, replacing, write_text
 from fastbert.inference.fingerprint import fingerprint
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import best_of, check_count, nearest, require_tensor
+from fastbert.model import require_class
 from fastbert.ops.numbers import wide
 from fastbert.require import require
 
@@ -96,6 +97,7 @@ def embed_corpus(
     """
     if precision not in PRECISIONS:
         raise ValueError(f"embed_corpus: precision is {precision!r}; expected {' or '.join(PRECISIONS)}")
+    require_class("embed_corpus", "encoder", encoder, SentenceEncoder)
     if not isinstance(shard_rows, int) or shard_rows < 1:
         raise ValueError(f"embed_corpus: shard_rows is {shard_rows!r}; expected a positive int")
     require("pyarrow.parquet", "pyarrow")

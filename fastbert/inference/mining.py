@@ -15,6 +15,7 @@ from fastbert.data.tokenizer import strings
 from fastbert.inference.rerank import CrossEncoder
 from fastbert.inference.sentences import SentenceEncoder
 from fastbert.inference.vectors import nearest
+from fastbert.model import require_class
 from fastbert.warn import warn
 
 
@@ -65,6 +66,7 @@ def mine_hard_negatives(
     the latter does not rescore if there are no bounds. Raises ValueError for invalid columns, numbers and sampling, for
     a cross_encoder of several labels and for scores that are NaN; TypeError for anything but text.
     """
+    require_class("mine_hard_negatives", "encoder", encoder, SentenceEncoder)
     names, anchors, positives = _columns(pairs)
     bounds = _Bounds(max_score, min_score, absolute_margin, relative_margin)
     limited = any(bound is not None for bound in bounds[:1] + bounds[1 if cross_encoder else 2 :])

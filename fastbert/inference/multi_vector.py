@@ -295,8 +295,10 @@ def _require_markers(tokenizer: Any, prompts: Mapping[str, str]) -> None:
     for name, prompt in prompts.items():
         marker = prompt.removesuffix(" ")
         tokens = tokenizer.encode(marker, add_special_tokens=False).tokens
-        if tokens != [marker] and tokenizer.token_to_id(marker) is not None:
+        if marker and tokens != [marker]:
             expected = f"one: tokenizer.add_special_tokens([{marker!r}]) before the encoder is made"
+            if tokenizer.token_to_id(marker) is None:
+                expected = 'a word of the vocabulary, such as "[unused0]", made a special token'
             raise ValueError(
                 f"the format 'colbert' makes {name}'s marker one token, here it is {tokens}; expected {expected}"
             )

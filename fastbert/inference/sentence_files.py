@@ -143,8 +143,10 @@ def _check_whole(directory: Path, pooling: str) -> None:
 
 
 def _warn_of_head(directory: Path) -> None:
-    """Warns of a model that was fine-tuned for other than embeddings."""
+    """Warns of a model that was fine-tuned for other than embeddings. Raises ValueError for one of ColBERT's."""
     head = (read_json(directory / "config.json").get("architectures") or [""])[0]
+    if head == "HF_ColBERT":
+        raise ValueError(f"{directory} has a vector for each token, as ColBERT; expected one for each text")
     if head.endswith(_OTHER_TASKS):
         warn(f"{directory} holds a {head}, whose head is left out: embeddings are pooled from its encoder's tokens")
 

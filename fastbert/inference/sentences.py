@@ -14,10 +14,9 @@ from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import Dense, Recipe
 from fastbert.inference.texts import TextEncoder, batches, check_length, packed
-from fastbert.inference.vectors import check_vectors, distances, similarity
+from fastbert.inference.vectors import check_pairs, check_vectors, distances, pairwise, similarity
 from fastbert.inference.workers import EncoderWorkers
 from fastbert.model import BertModel, class_name
-from fastbert.ops.numbers import wide
 from fastbert.pooling import check_mode, pool
 
 
@@ -217,13 +216,5 @@ class SentenceEncoder(TextEncoder):
 
         Equivalent to `similarity(vectors, others).diagonal()`, and raises as it does.
         """
-        check_vectors(vectors, others, "similarity_pairwise")
-        if vectors.shape != others.shape:
-            shapes = f"{tuple(vectors.shape)}, others {tuple(others.shape)}"
-            raise ValueError(f"similarity_pairwise: vectors has shape {shapes}; expected equal ones, (N, C)")
-        if self.similarity_name == "cosine":
-            vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
-        if self.similarity_name in ("cosine", "dot"):
-            return (vectors * others).sum(-1)
-        p = 1 if self.similarity_name == "manhattan" else 2
-        return -torch.linalg.vector_norm(wide(vectors) - wide(others), p, dim=-1)
+        check_pairs(vectors, others)
+        return pairwise(vectors, others, self.similarity_name)

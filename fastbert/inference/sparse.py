@@ -16,7 +16,7 @@ from fastbert.inference import sentence_files
 from fastbert.inference.loading import load
 from fastbert.inference.sentence_files import SparseRecipe
 from fastbert.inference.texts import TextEncoder, batches, check_length, packed
-from fastbert.inference.vectors import check_vectors, distances
+from fastbert.inference.vectors import check_pairs, check_vectors, distances, pairwise
 
 ROWS = 256  # how many sparse vectors are made dense at a time
 
@@ -182,6 +182,17 @@ class SparseEncoder(TextEncoder):
             return products(vectors, others)
         p = 1 if self.similarity_name == "manhattan" else 2
         return -distances(vectors.to_dense(), others.to_dense(), p)
+
+    def similarity_pairwise(self, vectors: Tensor, others: Tensor) -> Tensor:
+        """(N,), dense: how similar each row of vectors (N, V) is to the same row of others, as `similarity`. ROWS rows
+        are dense at a time."""
+        check_pairs(vectors, others)
+        vectors, others = (x if x.layout == torch.strided else x.to_sparse_coo() for x in (vectors, others))
+        found = [torch.empty(0, dtype=vectors.dtype, device=vectors.device)]
+        for rows in torch.arange(len(vectors), device=vectors.device).split(ROWS):
+            dense = (x.index_select(0, rows).to_dense() for x in (vectors, others))
+            found.append(pairwise(*dense, self.similarity_name))
+        return torch.cat(found)
 
 
 def _check_active(count: int | None) -> int | None:

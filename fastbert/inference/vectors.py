@@ -23,6 +23,23 @@ def similarity(vectors: Tensor, others: Tensor | None = None) -> Tensor:
     return F.normalize(vectors, dim=-1) @ F.normalize(others, dim=-1).T
 
 
+def check_pairs(vectors: Tensor, others: Tensor) -> None:
+    """Raises as `check_vectors`, and ValueError unless there are as many of both."""
+    check_vectors(vectors, others, "similarity_pairwise")
+    if vectors.shape != others.shape:
+        shapes = f"{tuple(vectors.shape)}, others {tuple(others.shape)}"
+        raise ValueError(f"similarity_pairwise: vectors has shape {shapes}; expected equal ones, (N, C)")
+
+
+def pairwise(vectors: Tensor, others: Tensor, measure: str) -> Tensor:
+    """(N,): by a measure's name, how similar each row of (N, C) is to the same row of others, (N, C)."""
+    if measure == "cosine":
+        vectors, others = F.normalize(vectors, dim=-1), F.normalize(others, dim=-1)
+    if measure in ("cosine", "dot"):
+        return (vectors * others).sum(-1)
+    return -torch.linalg.vector_norm(wide(vectors) - wide(others), 1 if measure == "manhattan" else 2, dim=-1)
+
+
 def distances(vectors: Tensor, others: Tensor, p: int) -> Tensor:
     """(N, M): the p-norms of the differences, in float32 or better. Computed by products, equal vectors would be
     apart."""

@@ -5,6 +5,7 @@ packed batch costs only its real tokens, so texts of different lengths share it,
 """
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -98,23 +99,25 @@ class TokenQueue:
         batch_tokens: int = 16384,
         waiting_tokens: int = 1 << 20,
         stall_seconds: float = 60.0,
+        longest_wait: float = math.inf,
         on_batch: Callable[[Batch, float], None] = lambda batch, seconds: None,
     ) -> None:
         """workers: threads, each of which computes one batch at a time. batch_tokens: the most in a batch, which has at
         least one row. waiting_tokens: the most that may wait; a request that waits alone may be larger. stall_seconds:
-        a batch that takes longer counts as stalled. on_batch: called with each batch and its seconds, by the thread
-        that computed it. Raises ValueError if workers, batch_tokens or waiting_tokens is below 1."""
+        a batch that takes longer counts as stalled. longest_wait: seconds, for estimates. on_batch: called with each
+        batch and its seconds, by the thread that computed it. Raises ValueError if workers, batch_tokens or
+        waiting_tokens is below 1."""
         sizes = {"workers": workers, "batch_tokens": batch_tokens, "waiting_tokens": waiting_tokens}
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} is {value}; expected at least 1")
         self.batch_tokens, self.waiting_tokens, self.stall_seconds = batch_tokens, waiting_tokens, stall_seconds
-        self.on_batch = on_batch
+        self.longest_wait, self.on_batch = longest_wait, on_batch
         self._line: OrderedDict[_Request, None] = OrderedDict()  # requests with rows that no thread has taken yet
         self._tokens = 0  # in these rows
         self._changed, self._closing = threading.Condition(), False
         self._computing_since: dict[threading.Thread, float] = {}
-        self._rate = 0.0  # recent tokens per second of one thread
+        self._recent = 0.0, 0.0  # tokens and seconds of recent batches, of one thread
         self._threads = [
             threading.Thread(target=self._run, name=f"fastbert-inference-{i}", daemon=True) for i in range(workers)
         ]
@@ -162,8 +165,10 @@ class TokenQueue:
             return len(self._line), self._tokens
 
     def seconds_of(self, tokens: int) -> float:
-        """An estimate, from recent batches, of the seconds that so many tokens take; 1 if nothing was computed yet."""
-        return tokens / (self._rate * len(self._threads)) if self._rate else 1.0
+        """An estimate, from recent batches, of the seconds that so many tokens take, but no more than the longest time
+        that a request waits; 1 if nothing was computed yet."""
+        computed, seconds = self._recent
+        return min(tokens * seconds / (computed * len(self._threads)), self.longest_wait) if computed else 1.0
 
     @property
     def stalled(self) -> str | None:
@@ -220,7 +225,8 @@ class TokenQueue:
     def _finished(self, batch: Batch) -> None:
         with self._changed:
             seconds = time.monotonic() - self._computing_since.pop(threading.current_thread())
-            self._rate += (batch.tokens / max(seconds, 1e-6) - self._rate) * (0.2 if self._rate else 1.0)
+            kept = math.exp(-batch.tokens / self.batch_tokens)  # small batches say little of the rate of large ones
+            self._recent = kept * self._recent[0] + batch.tokens, kept * self._recent[1] + seconds
         try:
             self.on_batch(batch, seconds)
         except Exception:  # must not affect the next requests

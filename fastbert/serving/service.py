@@ -86,6 +86,7 @@ class Service:
             batch_tokens=limits.batch_tokens or (16384 if on_gpu else 4096),
             waiting_tokens=limits.waiting_tokens,
             stall_seconds=limits.stall,
+            longest_wait=limits.timeout,
             on_batch=lambda batch, seconds: self.metrics.computed(batch, seconds),
         )
         for predictor in (each for model in models for each in model.predictors.values()):

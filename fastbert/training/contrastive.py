@@ -51,9 +51,12 @@ class ContrastiveModel(nn.Module):
 
         all_processes: in training, a loss with in-batch negatives gets the texts of all processes, so that the step
         equals that of one process with the whole batch. Evaluation always uses this process's texts alone.
-        Raises ValueError for an encoder with a pooler, which would not be trained, and for invalid values.
+        Raises ValueError for an encoder with a pooler, which would not be trained, and for invalid values; TypeError
+        for an encoder that is no module, such as a SentenceEncoder, whose `model` is one.
         """
         super().__init__()
+        if not isinstance(encoder, nn.Module):
+            raise TypeError(f"ContrastiveModel: encoder is a {type(encoder).__name__}; expected a module: its `model`")
         if getattr(encoder, "pooler", None) is not None:
             raise ValueError("ContrastiveModel: the encoder has a pooler, which no loss reaches; expected none")
         self.encoder, self.loss = encoder, loss

@@ -5,10 +5,18 @@ import pytest
 import torch
 from small_models import TINY, assert_like, minilm
 
-from fastbert import BertForSequenceClassification, BertModel
+from fastbert import BertForSequenceClassification, BertForSparseEmbedding, BertModel
 from fastbert.data import ContrastiveCollator, ContrastiveDataset, create_dataloader, get_tokenizer
-from fastbert.inference import CrossEncoder, SentenceEncoder, nearest, similarity
-from fastbert.metrics import evaluate_reranking_metrics, evaluate_retrieval_metrics, evaluate_sts_metrics
+from fastbert.inference import (
+    CrossEncoder,
+    MultiVectorEncoder,
+    SentenceEncoder,
+    SparseEncoder,
+    mine_hard_negatives,
+    nearest,
+    similarity,
+)
+from fastbert.metrics import evaluate_reranking_metrics, evaluate_retrieval_metrics, evaluate_sts_metrics, ndcg_at_k
 from fastbert.training import AMPTrainer, Best, ContrastiveModel, InBatchNegatives, evaluating
 
 WORDS = "red blue green sun moon star tree leaf root sand sea sky stone cloud river".split()
@@ -173,6 +181,23 @@ def test_graded_documents_count_by_their_grade(tokenizer):
 def test_a_retrieval_that_makes_no_sense_is_refused(tokenizer, given, error, words):
     with pytest.raises(error, match=words):
         evaluate_retrieval_metrics(SentenceEncoder(small(tokenizer), tokenizer), *given)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "several vectors"])
+def test_other_encoders_are_evaluated_by_their_own_similarity(tokenizer, kind):
+    if kind == "sparse":
+        encoder = SparseEncoder(small(tokenizer, BertForSparseEmbedding), tokenizer)
+    else:
+        encoder = MultiVectorEncoder(small(tokenizer), tokenizer)
+    queries, corpus = texts_of(0, 5, words=2), list(dict.fromkeys(texts_of(1, 30)))
+    relevance = (torch.rand(5, len(corpus), generator=torch.Generator().manual_seed(0)) < 0.2).long().tolist()
+    asked, vectors = encoder.encode_query(queries), encoder.encode_document(corpus)
+    expected = ndcg_at_k(encoder.similarity(asked, vectors).tolist(), relevance, 3)
+    found = evaluate_retrieval_metrics(encoder, queries, corpus, [np.flatnonzero(row).tolist() for row in relevance], 3)
+    again = evaluate_reranking_metrics(encoder, queries, [corpus] * 5, relevance, 3)
+    assert 0 < expected < 1 and found["ndcg_at_3"] == pytest.approx(expected) == again["ndcg_at_3"]
+    with pytest.raises(TypeError, match=f"encoder is a fastbert.{type(encoder).__name__}; expected a fastbert.Sent"):
+        mine_hard_negatives(encoder, {"anchor": queries, "positive": queries})
 
 
 @pytest.mark.parametrize("kind", [SentenceEncoder, CrossEncoder])

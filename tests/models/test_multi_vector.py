@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel
 
 from fastbert import BertConfig, BertModel, hub, maxsim, random, reference
 from fastbert.inference import Dense, MultiVectorEncoder, QueryExpansion, maxsim_pairs
+from fastbert.inference.sentences import SentenceEncoder
 from fastbert.maxsim import EMPTY
 from fastbert.ops.padding import cu_seqlens_of
 from fastbert.token_vectors import Expansion, TokenVectors
@@ -314,6 +315,8 @@ METADATA = {
 )
 def test_directories_of_colbert(tmp_path, metadata, pickled):
     colbert(tmp_path, metadata, pickled)
+    with pytest.raises(ValueError, match="has a vector for each token, as ColBERT; expected one for each text"):
+        SentenceEncoder.from_pretrained(tmp_path)
     assert_same(tmp_path)
 
 
@@ -359,6 +362,9 @@ def test_what_colbert_has_no_word_for(tmp_path):
         with pytest.raises(ValueError, match=f"has no word for this encoder; expected {words}"):
             small(**good | change).save_pretrained(tmp_path / "no", format="colbert")
         assert not (tmp_path / "no").exists()
+    unknown = good | {"prompts": {"query": "query: ", "document": "passage: "}}  # ColBERT would read [UNK]
+    with pytest.raises(ValueError, match=r"expected a word of the vocabulary, such as \"\[unused0\]\""):
+        small(**unknown).save_pretrained(tmp_path / "no", format="colbert")
     with pytest.raises(ValueError, match="format is 'onnx'; expected sentence-transformers, colbert"):
         small(**good).save_pretrained(tmp_path, format="onnx")
 

@@ -207,6 +207,9 @@ def test_similarities(encoder, measure):
     for one, other in ((a, b), (a.to_dense(), b), (a.to_sparse_csr(), b.to_dense()), (a.to_dense(), b.to_dense())):
         found = encoder.similarity(one, other)
         assert found.layout == torch.strided and (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    for one in (b, b.to_sparse_csr(), b.to_dense()):
+        pairs = encoder.similarity_pairwise(one, a.to_dense()[-4:].to_sparse())
+        assert (pairs - expected[-4:].T.diagonal()).abs().max() <= 1e-12 * expected.abs().max()
     assert encoder.similarity(b).shape == (4, 4)
     many = torch.rand(40, 99)
     assert p is None or torch.equal(encoder.similarity(many).diagonal(), torch.zeros(40))

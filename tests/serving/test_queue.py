@@ -53,14 +53,20 @@ def busy(queue, lane):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_how_long_waiting_tokens_take(make, workers):
-    """As long as those of the last batch took, shared by the threads; the number of rows does not count."""
+    """As long as those of the last batch took, shared by the threads; the number of rows does not count, and many small
+    batches say little. At most as long as a request waits."""
     took, lane = [], Slow()
-    queue = make(workers=workers, on_batch=lambda batch, seconds: took.append(seconds))
+    queue = make(workers=workers, longest_wait=60, on_batch=lambda batch, seconds: took.append(seconds))
     assert queue.seconds_of(8000) == 1
     lane.go()
     queue.submit(lane, [1] * 8, [1000] * 8).result(20)
     wait_for(lambda: took and queue.seconds_of(8000) != 1)
-    assert queue.seconds_of(8000 * workers) == pytest.approx(max(took[0], 1e-6))
+    assert queue.seconds_of(8000 * workers) == pytest.approx(took[0])
+    for _ in range(20):
+        queue.submit(lane, [1], [3]).result(20)
+    wait_for(lambda: len(took) == 21)
+    assert queue.seconds_of(8000 * workers) == pytest.approx(sum(took), rel=0.05)
+    assert queue.seconds_of(1 << 60) == 60
 
 
 def test_what_waits_is_computed_together_in_its_order_up_to_the_budget(make):
