@@ -90,6 +90,11 @@ def dims_of_margins(losses, model):
     return losses.MatryoshkaLoss(model, losses.MarginMSELoss(model), [12, 4])
 
 
+def in_one_type(found, scores):
+    """Theirs are in float32, which PyTorch before 2.13 does not take beside float64."""
+    return F.mse_loss(found, scores.to(found))
+
+
 TWINS = {  # our loss, sentence-transformers', number of columns, shape of an example's scores (None for no scores)
     "pairs": (InBatchNegatives(), in_batch, 2, None),
     "hard negatives": (InBatchNegatives(scale=5.0), lambda x, m: in_batch(x, m, scale=5.0), 4, None),
@@ -103,7 +108,7 @@ TWINS = {  # our loss, sentence-transformers', number of columns, shape of an ex
         3,
         None,
     ),
-    "cosines": (CosineMSE(), lambda x, m: x.CosineSimilarityLoss(m), 2, ()),
+    "cosines": (CosineMSE(), lambda x, m: x.CosineSimilarityLoss(m, in_one_type), 2, ()),
     "order": (CoSENT(), lambda x, m: x.CoSENTLoss(m), 2, ()),
     "margins": (MarginMSE(), lambda x, m: x.MarginMSELoss(m), 3, ()),
     "several margins": (MarginMSE(), lambda x, m: x.MarginMSELoss(m), 4, (2,)),
