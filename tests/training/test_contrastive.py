@@ -91,7 +91,7 @@ def dims_of_margins(losses, model):
 
 
 def in_one_type(found, scores):
-    """Theirs are in float32, which PyTorch before 2.13 does not take beside float64."""
+    """Theirs are in float32, which PyTorch 2.11 does not take beside float64."""
     return F.mse_loss(found, scores.to(found))
 
 
