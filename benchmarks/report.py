@@ -150,7 +150,7 @@ OF_CASE = ("case", "floor", "library", "tokens", "flops", "bytes")  # equal in a
 
 
 def shortened(lines: Iterable[Line]) -> Iterator[Line]:
-    """The lines as a file has them: what is equal in all lines of a case is in the first that was timed alone."""
+    """The lines as a file has them: a line lacks what the lines before it say of the same case."""
     known: Line = {}
     for line in lines:
         if line["case"] != known.get("case"):

@@ -110,7 +110,7 @@ def read(directory: Path) -> Recipe:
     modules = read_modules(directory)
     if not modules:
         _check_whole(directory, "1_Pooling")
-        _warn_of_head(directory)
+        _check_head(directory)
         return Recipe(directory, max_length=max_length_of(directory, directory))
     kinds = kinds_of(directory, modules)
     middle = kinds[2:-1] if kinds[-1:] == ["Normalize"] else kinds[2:]
@@ -142,7 +142,7 @@ def _check_whole(directory: Path, pooling: str) -> None:
         raise ValueError(f"{directory} has a pooling and no modules.json: saving was interrupted; save it again")
 
 
-def _warn_of_head(directory: Path) -> None:
+def _check_head(directory: Path) -> None:
     """Warns of a model that was fine-tuned for other than embeddings. Raises ValueError for one of ColBERT's."""
     head = (read_json(directory / "config.json").get("architectures") or [""])[0]
     if head == "HF_ColBERT":

@@ -491,8 +491,8 @@ class AMPTrainer:
             dist.all_gather_object(everyone, own)
         state = {name: whole(part.state_dict()) for name, part in self._parts().items()}
         path = _checkpoint(self.output_dir, place["step"])
-        facts = {"optimizer_class": type(self.optimizer).__name__, "best_directory": self._elsewhere(), **self._facts()}
-        facts["owes_evaluation"] = self.owes_evaluation
+        facts = {"optimizer_class": type(self.optimizer).__name__, "owes_evaluation": self.owes_evaluation}
+        facts |= {"best_directory": self._elsewhere(), **self._facts()}
         if self.rank == 0:
             with replacing(path) as file:
                 torch.save({**state, **place, **facts, "processes": everyone}, file)
@@ -506,8 +506,11 @@ class AMPTrainer:
 
     def _facts(self) -> dict[str, Any]:
         """What steps depend on besides the parts. (The number of processes is in the checkpoint too.)"""
-        found = {"mixed_precision": self.mixed_precision, "gradient_accumulation_steps": self.accumulation}
-        return found | {"max_grad_norm": self.max_grad_norm}
+        return {
+            "mixed_precision": self.mixed_precision,
+            "gradient_accumulation_steps": self.accumulation,
+            "max_grad_norm": self.max_grad_norm,
+        }
 
     def _elsewhere(self) -> str | None:
         """The directory of the best evaluation's checkpoint, if it is not output_dir."""

@@ -336,6 +336,18 @@ def test_compiled_code_of_accelerated_models(family):
 # ---- what people put into models
 
 
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.parametrize("transformers_model", [False, True])
+@pytest.mark.parametrize("family", ["deberta-v2", "mpnet"])
+def test_prepared(family, transformers_model, precision):
+    if DEVICE != "cpu":
+        pytest.skip("prepares for CPUs")
+    theirs, inputs = their(family).float(), batch([9, 5], 9)
+    model = fastbert.prepare(theirs if transformers_model else our(theirs.double()).float(), precision)
+    one, two = (each(**inputs).last_hidden_state[inputs["attention_mask"].bool()] for each in (model, theirs.float()))
+    assert F.cosine_similarity(one, two, -1).min() > (1 - 1e-5 if precision == "fp32" else 0.99)
+
+
 @pytest.mark.parametrize("transformers_model", [False, True])
 def test_autocast_has_no_say_where_projections_are_skipped(transformers_model):
     """They project positions as they project tokens, in the call of the prepared layer."""

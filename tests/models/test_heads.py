@@ -21,11 +21,11 @@ from small_models import (
     integers,
     packed,
 )
-from test_family import CLASSES, LENGTHS, SEQLEN, assert_accurate, run
+from test_family import CLASSES, LENGTHS, SEQLEN, run
 from torch.nn.utils import prune
 
 import fastbert
-from fastbert import heads
+from fastbert import heads, testing
 from fastbert.checkpoint import TIED
 
 CONFIG = fastbert.BertConfig(**SIZES, num_labels=CLASSES)
@@ -55,18 +55,19 @@ def example(name):
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_as_accurate_as_transformers_in_bfloat16(name):
-    """Our loss is float32; it is rounded to the dtype of transformers' loss. Other dtypes are in test_family.py."""
-    theirs = their(name).bfloat16()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_as_accurate_as_transformers(name, dtype):
+    """Logits, loss and gradients. Our loss is float32 or float64; it is rounded to the dtype of transformers' loss."""
+    theirs = their(name).to(dtype)
     eager = copy.deepcopy(theirs)
     eager.set_attn_implementation("eager")
     inputs, labels = example(name)
     truth = run(copy.deepcopy(theirs).double(), inputs, labels)
     contenders = [run(model, inputs, labels) for model in (copy.deepcopy(theirs), eager)]
     mine = run(our(theirs), inputs, labels)
-    assert mine.outputs["loss"].dtype == torch.float32
-    mine.outputs["loss"] = mine.outputs["loss"].bfloat16()
-    assert_accurate(mine, truth, contenders)
+    assert mine.outputs["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    mine.outputs["loss"] = mine.outputs["loss"].to(dtype)
+    testing.assert_rows(testing.compare(mine, truth, contenders))
 
 
 def test_classifier_dropout_and_its_default():

@@ -8,12 +8,14 @@ from small_models import (
     CONFIGS,
     DEVICE,
     TINY,
+    assert_gradients,
     assert_like,
     batch,
     gradients,
     hugging_face,
     minilm,
     ours,
+    reference_masks,
 )
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import BertModel as HuggingFaceModel
 
 import fastbert
-from fastbert import BertConfig, BertEncoder, BertForMaskedLM, BertModel, backends, padding, random, testing
+from fastbert import BertConfig, BertEncoder, BertForMaskedLM, BertModel, backends, padding, random, reference, testing
 from fastbert.checkpoint import to_hugging_face
 from fastbert.testing import Result
 
@@ -37,12 +39,13 @@ def outputs(model, inputs, visible):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_forward_is_as_accurate_as_pytorch_with_left_padding(dtype):
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])  # test_family's are so
+def test_forward_is_as_accurate_as_pytorch(dtype, side):
     """Errors are at most 3 e, where e is the worse of transformers' eager and SDPA models in the same dtype."""
     models = [hugging_face()]
     models.append(hugging_face(attention="sdpa"))
     models[1].load_state_dict(models[0].state_dict())
-    inputs = batch(LENGTHS, SEQLEN, side="left")
+    inputs = batch(LENGTHS, SEQLEN, side=side)
     visible = inputs["attention_mask"].bool()
     rounded = [copy.deepcopy(model).to(dtype) for model in models]
     with torch.no_grad():
@@ -78,6 +81,25 @@ def test_gradients_are_as_accurate_as_pytorch(dtype, backend):
     with fastbert.backend(backend, **elsewhere):
         mine = run(ours(theirs))
     testing.assert_rows(testing.compare(mine, truth, [contender], factor=3.0))
+
+
+def test_training_with_dropout_is_exact(monkeypatch):
+    """The same masks in the reference give the same hidden states and gradients, to float64's rounding."""
+    model = ours(hugging_face().double()).train()
+    truth = reference.BertModel(model.config).to(DEVICE).double().train()
+    truth.load_state_dict(fastbert.hf.state_dict(model))
+    inputs = batch(LENGTHS, SEQLEN)
+    key = random.new_key(DEVICE)
+    monkeypatch.setattr(random, "new_key", lambda device: key)
+    result = model(**inputs, output_hidden_states=True)
+    states, pooled = truth(**inputs, masks=reference_masks(model, key, LENGTHS, SEQLEN))
+    visible = inputs["attention_mask"].bool()
+    for state, expected in zip(result.hidden_states, states, strict=True):
+        assert (state - expected)[visible].abs().max() <= 1e-12 * expected.abs().max()
+    (result.last_hidden_state[visible].sin().sum() + result.pooler_output.sum()).backward()
+    (states[-1][visible].sin().sum() + pooled.sum()).backward()
+    assert_gradients(to_hugging_face(gradients(model)), truth)
+    assert not torch.equal(result.last_hidden_state, model.eval()(**inputs).last_hidden_state)
 
 
 @pytest.mark.parametrize("poison", [98, 0])

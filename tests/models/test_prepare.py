@@ -1,7 +1,6 @@
 """`fastbert.prepare`: results are as exact as the precision; models are frozen, saved and loaded; what is refused."""
 
 import copy
-import itertools
 import json
 import pickle
 
@@ -158,12 +157,11 @@ def test_every_family_as_transformers_has_it(family, inputs):
     theirs = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
     inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     visible, expected = inputs["attention_mask"].bool(), hidden(theirs, inputs)
-    cases = itertools.product((theirs, ours(theirs)), (("fp32", 1 - 1e-6), ("int8", 0.995)))
-    for original, (precision, cosine) in cases:
-        prepared = fastbert.prepare(original, precision)
+    for precision, cosine in (("fp32", 1 - 1e-6), ("int8", 0.995)):
+        prepared = fastbert.prepare(theirs, precision)
         found = hidden(prepared, inputs)
-        assert type(prepared) is type(original) and not any(isinstance(m, PreparedLinear) for m in original.modules())
-        assert sum(isinstance(m, PreparedLinear) for m in prepared.modules()) >= 5
+        assert type(prepared) is type(theirs) and not any(isinstance(m, PreparedLinear) for m in theirs.modules())
+        assert sum(isinstance(m, PreparedLinear) for m in prepared.modules()) >= 6
         assert F.cosine_similarity(found[visible], expected[visible], dim=-1).mean() >= cosine
 
 

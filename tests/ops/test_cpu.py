@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ def _cases():
             {"x": x, "residual": y, "weight": w, "bias": b, "x_bias": b.flip(0)},
         ),
         "bias_gelu": (ops.bias_gelu, {"x": x, "bias": b}),
+        "bias_gelu by tanh": (partial(ops.bias_gelu, approximate="tanh"), {"x": x, "bias": b}),
         "attention": (lambda qkv: ops.attention(qkv, ends, max(LENGTHS), **_dropout(2)), projected),
         "relative_attention": (
             lambda qkv, **tables: ops.relative_attention(
