@@ -13,7 +13,6 @@ from fastbert import backends
 from fastbert.ops import checks
 from fastbert.ops.padding import (
     PLACES,
-    PLAN,
     cu_seqlens_of,
     is_in_runs,
     pack_unchecked,
@@ -237,19 +236,22 @@ def plan(
         if in_runs:
             torch._assert_async(is_in_runs(visible), _INTERRUPTED)
         return _compiled_plan(visible)
-    find = _find_on_host if visible.device.type == "cpu" else _find_in_one_synchronisation
-    ok, whole, indices, cu_seqlens, longest, starts_visible = find(visible, only_keys, in_runs)
-    if not ok:
+    backend = backends.choose("padding", visible.device.type, torch.bool, backward=False)
+    places, cu_seqlens, facts = PLACES(backend, visible)
+    if only_keys is not None:
+        facts = torch.cat([facts, only_keys.to(facts.dtype).view(1)])
+    tokens, longest, starts_visible, whole, *ok = facts.tolist()
+    if not all(ok):
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} is no key-padding mask: its rows differ, or it "
             "holds values of another kind of mask (causal, per-query and, in two dimensions, additive masks and biases "
             "are not supported)"
         )
-    if not whole:
+    if in_runs and not whole:
         raise Interrupted(_INTERRUPTED)
-    if indices.shape[0] == batch * seqlen:
-        return Packing(cu_seqlens, seqlen, batch * seqlen, batch, seqlen)
-    return Packing(cu_seqlens, longest, indices.shape[0], batch, seqlen, indices, starts_visible=starts_visible)
+    if tokens == batch * seqlen:
+        return Packing(cu_seqlens, seqlen, tokens, batch, seqlen)
+    return Packing(cu_seqlens, longest, tokens, batch, seqlen, places[:tokens], starts_visible=bool(starts_visible))
 
 
 def _check_vmapped(mask: Tensor, in_runs: bool) -> None:
@@ -262,26 +264,7 @@ def _check_vmapped(mask: Tensor, in_runs: bool) -> None:
         raise RuntimeError(f"torch.vmap hides the values of attention_mask, {mask.dtype}; expected bool or integers")
 
 
-# Whether only keys are masked, whether tokens are in runs; indices, cu_seqlens, longest sequence, starts_visible.
-Found = tuple[bool, bool, Tensor, Tensor, int, bool]
 _INTERRUPTED = "attention_mask hides tokens between visible ones; expected padding before and after them only"
-
-
-def _find_on_host(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:
-    backend = backends.choose("padding", "cpu", torch.bool, backward=False)
-    indices, cu_seqlens, facts = PLAN(backend, visible)
-    longest, starts_visible = facts.tolist()
-    whole = not in_runs or bool(is_in_runs(visible))
-    return only_keys is None or bool(only_keys), whole, indices, cu_seqlens, longest, bool(starts_visible)
-
-
-def _find_in_one_synchronisation(visible: Tensor, only_keys: Tensor | None, in_runs: bool) -> Found:
-    backend = backends.choose("padding", visible.device.type, torch.bool, backward=False)
-    places, cu_seqlens, facts = PLACES(backend, visible)
-    if only_keys is not None:
-        facts = torch.cat([facts, only_keys.to(facts.dtype).view(1)])
-    tokens, longest, starts_visible, whole, *ok = facts.tolist()
-    return all(ok), not in_runs or bool(whole), places[:tokens], cu_seqlens, longest, bool(starts_visible)
 
 
 def _compiled_plan(visible: Tensor) -> Packing:

@@ -12,32 +12,38 @@ namespace fastbert {
 
 namespace {
 
-// Where the visible tokens of a (batch, seqlen) grid are. Returns their indices in the flattened grid, cu_seqlens, and
-// two facts: the largest number of visible tokens in a row, and whether every row begins with a visible token.
-std::tuple<Tensor, Tensor, Tensor> padding_plan(const Tensor& mask) {
-  check_mask("padding_plan", mask);
+// The places of a (batch, seqlen) grid, b * seqlen + s, those of visible tokens first; cu_seqlens; and four facts: how
+// many tokens are visible, how many in the longest row, whether no row begins with a gap, whether no row has a gap
+// between tokens.
+std::tuple<Tensor, Tensor, Tensor> padding_places(const Tensor& mask) {
+  check_mask("padding_places", mask);
+  FB_CHECK_VALUE(mask.numel() <= INT32_MAX, "padding_places: expected less than 2**31 places, got ", mask.sizes());
   const Tensor visible = contiguous(mask), cu_seqlens = empty({mask.size(0) + 1}, mask, ScalarType::Int);
+  const Tensor places = empty({mask.numel()}, mask, ScalarType::Long), facts = empty({4}, places);
   // Bytes, not bools: a view of other bytes as bool can hold more than 0 and 1.
   const uint8_t* const see = static_cast<const uint8_t*>(visible.const_data_ptr());
   int* const ends = cu_seqlens.mutable_data_ptr<int>();
+  int64_t* const place = places.mutable_data_ptr<int64_t>();
   const int64_t batch = mask.size(0), seqlen = mask.size(1);
-  int64_t longest = 0, starts_visible = 1;
+  int64_t tokens = 0, longest = 0, starts_visible = 1, in_runs = 1;
   ends[0] = 0;
   for (int64_t b = 0; b < batch; ++b) {
-    int64_t length = 0;
-    for (int64_t i = b * seqlen; i < (b + 1) * seqlen; ++i) length += see[i] != 0;
+    const int64_t before = tokens;
+    for (int64_t i = b * seqlen; i < (b + 1) * seqlen; ++i)
+      if (see[i]) place[tokens++] = i;
+    const int64_t length = tokens - before;
     longest = std::max(longest, length);
     if (seqlen && !see[b * seqlen]) starts_visible = 0;
-    FB_CHECK_VALUE(ends[b] + length <= INT32_MAX, "padding_plan: more than 2**31 tokens");
-    ends[b + 1] = int(ends[b] + length);
+    if (length && place[tokens - 1] - place[before] >= length) in_runs = 0;
+    ends[b + 1] = int(tokens);
   }
-  const Tensor indices = empty({ends[batch]}, mask, ScalarType::Long);
-  int64_t* next = indices.mutable_data_ptr<int64_t>();
+  int64_t* hidden = place + tokens;
   for (int64_t i = 0; i < batch * seqlen; ++i)
-    if (see[i]) *next++ = i;
-  const Tensor facts = empty({2}, indices);
-  facts.mutable_data_ptr<int64_t>()[0] = longest, facts.mutable_data_ptr<int64_t>()[1] = starts_visible;
-  return {indices, cu_seqlens, facts};
+    if (!see[i]) *hidden++ = i;
+  int64_t fact = 0;
+  for (const int64_t each : {tokens, longest, starts_visible, in_runs})
+    facts.mutable_data_ptr<int64_t>()[fact++] = each;
+  return {places, cu_seqlens, facts};
 }
 
 // indices, contiguous, and checked to be from 0 to rows - 1.
@@ -91,7 +97,7 @@ Tensor padding_unpack(const Tensor& x, const Tensor& indices, int64_t batch, int
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fastbert, CPU, m) {
-  m.impl("padding_plan", TORCH_BOX(&padding_plan));
+  m.impl("padding_places", TORCH_BOX(&padding_places));
   m.impl("padding_pack", TORCH_BOX(&padding_pack));
   m.impl("padding_unpack", TORCH_BOX(&padding_unpack));
 }

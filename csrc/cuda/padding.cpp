@@ -8,9 +8,7 @@ namespace fastbert {
 
 namespace {
 
-using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
-
-Tensors3 padding_places_cuda(const Tensor& mask) {
+std::tuple<Tensor, Tensor, Tensor> padding_places_cuda(const Tensor& mask) {
   check_mask("padding_places", mask);
   FB_CHECK_VALUE(mask.numel() <= INT32_MAX, "padding_places: expected less than 2**31 places, got ", mask.sizes());
   const DeviceGuard guard(mask);
@@ -23,25 +21,6 @@ Tensors3 padding_places_cuda(const Tensor& mask) {
       current_stream(mask));
   FB_CHECK(!error, "padding_places: ", error);
   return {places, cu_seqlens, facts};
-}
-
-// The first element, on the host: a host synchronisation.
-int64_t first_element(const Tensor& x) {
-  const int32_t cpu = aoti_torch_device_type_cpu(), type = aoti_torch_dtype_int64();
-  const int64_t one = 1;
-  AtenTensorHandle made = nullptr;
-  check_call(aoti_torch_empty_strided(1, &one, &one, type, cpu, 0, &made), "empty");
-  const Tensor here(made);
-  copy_(here, view(x, {1}));
-  return *here.const_data_ptr<int64_t>();
-}
-
-// The size of the result depends on the mask's values, so this needs a host synchronisation. fastbert/padding.py does
-// not call it on a GPU, because padding_places gives the same information without one.
-Tensors3 padding_plan_cuda(const Tensor& mask) {
-  const auto [places, cu_seqlens, facts] = padding_places_cuda(mask);
-  return {copy_of(view(places, {first_element(facts)}), ScalarType::Long), cu_seqlens,
-          copy_of(view(facts, {2}, 1), ScalarType::Long)};
 }
 
 Tensor padding_pack_cuda(const Tensor& x, const Tensor& indices) {
@@ -76,7 +55,6 @@ Tensor padding_unpack_cuda(const Tensor& x, const Tensor& indices, int64_t batch
 }  // namespace
 
 FB_CUDA_LIBRARY(m) {
-  m.impl("padding_plan", TORCH_BOX(&padding_plan_cuda));
   m.impl("padding_places", TORCH_BOX(&padding_places_cuda));
   m.impl("padding_pack", TORCH_BOX(&padding_pack_cuda));
   m.impl("padding_unpack", TORCH_BOX(&padding_unpack_cuda));

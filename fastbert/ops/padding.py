@@ -35,24 +35,12 @@ def cu_seqlens_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
 
 
-def plan_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """PLAN: visible tokens' indices b * S + s; cu_seqlens; the longest row's count, 1 if no row begins with padding."""
-    lengths, longest = _lengths(visible)
-    facts = torch.stack([longest, visible[:, :1].all().long()])
-    return visible.flatten().nonzero().squeeze(-1), cu_seqlens_of(lengths), facts
-
-
 def places_in_torch(visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """PLACES: the indices b * S + s of all tokens, visible ones first; cu_seqlens; facts. No host synchronisation."""
-    lengths, longest = _lengths(visible)
+    lengths = visible.sum(1)
+    longest = lengths.max() if lengths.numel() else lengths.new_zeros(())
     facts = torch.stack([lengths.sum(), longest, visible[:, :1].all().long(), is_in_runs(visible).long()])
     return visible_first(visible), cu_seqlens_of(lengths), facts
-
-
-def _lengths(visible: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of visible tokens of each row, (B,) int64, and the largest of these, () int64."""
-    lengths = visible.sum(1)
-    return lengths, lengths.max() if lengths.numel() else lengths.new_zeros(())
 
 
 def is_in_runs(visible: Tensor) -> Tensor:
@@ -74,21 +62,14 @@ def visible_first(visible: Tensor) -> Tensor:
 # ---- schemas: pack and unpack are each other's adjoint, so neither has a backward of its own
 
 
-def _fake_plan(visible):
-    tokens = torch.library.get_ctx().new_dynamic_size()
-    ends = visible.new_empty(visible.shape[0] + 1, dtype=torch.int32)
-    return visible.new_empty(tokens, dtype=torch.int64), ends, visible.new_empty(2, dtype=torch.int64)
-
-
 def _fake_places(visible):
     ends = visible.new_empty(visible.shape[0] + 1, dtype=torch.int32)
     return visible.new_empty(visible.numel(), dtype=torch.int64), ends, visible.new_empty(4, dtype=torch.int64)
 
 
-# PLACES saves a second host synchronisation on a GPU: the sizes of its results do not depend on the mask. Its facts:
-# the number of tokens, the longest row's count, 1 if no row begins with padding, 1 if none has it between tokens.
+# The sizes of PLACES' results do not depend on the mask, so that on a GPU one host synchronisation, for its facts, is
+# enough: the number of tokens, the longest row's, 1 if no row begins with padding, 1 if none has it between tokens.
 PLACES = Primitive("padding_places", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_places, places_in_torch)
-PLAN = Primitive("padding_plan", "(Tensor visible) -> (Tensor, Tensor, Tensor)", _fake_plan, plan_in_torch)
 PACK = Primitive(
     "padding_pack",
     "(Tensor x, Tensor indices) -> Tensor",

@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 
 from fastbert.ops.linear import gradients
-from fastbert.ops.padding import places_in_torch, plan_in_torch
+from fastbert.ops.padding import places_in_torch
 from fastbert.triton import (
     attention,
     bias_gelu,
@@ -43,7 +43,6 @@ KERNELS = {
     "embedding_bwd": embedding.backward,
     "cross_entropy_fwd": cross_entropy.forward,
     "cross_entropy_bwd": cross_entropy.backward,
-    "padding_plan": plan_in_torch,  # nonzero() synchronises with the host
     "padding_places": places_in_torch,
     "padding_pack": padding.pack,
     "padding_unpack": padding.unpack,

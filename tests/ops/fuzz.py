@@ -124,7 +124,7 @@ def right_call(name: str, n: Sizes) -> list:
         return right_packed_layer(n, x.to(packable(n)), ends=torch.tensor([0, n.T // 3, n.T], dtype=torch.int32))
     if op == "encoder_layer":
         return right_layer(direction, n, x, ends=torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32), key=key)
-    if name == "padding_plan":
+    if name == "padding_places":
         return [normal(torch.float32, n.K, n.C) > 0]
     places = torch.arange(0, n.K * n.C, 3)
     padded = normal(n.dtype, n.K, n.C, n.D)
@@ -317,13 +317,7 @@ def guarded(tensor: Tensor) -> Tensor:
 
 
 def fake_results(call: Call) -> tuple[Tensor, ...]:
-    """The results that the fake promises. For padding_plan they are built here, as a fake does not see the values that
-    give the number of tokens."""
-    if call.name == "padding_plan":
-        (mask,) = call.args
-        places = mask.flatten().view(torch.uint8).count_nonzero()
-        facts = torch.empty(2, dtype=torch.int64)
-        return torch.empty(int(places), dtype=torch.int64), torch.empty(len(mask) + 1, dtype=torch.int32), facts
+    """The results that the fake promises."""
     return tree_leaves(PRIMITIVES[call.name].fake(*tree_map_only(Tensor, lambda tensor: tensor.to("meta"), call.args)))
 
 

@@ -15,7 +15,7 @@ SIZES = fuzz.Sizes(T=5, C=7, K=3, H=2, D=4, dtype=torch.float32, parameters=torc
 REFUSALS = (VALUE_ERROR, IndexError)
 # (primitive, argument): arguments whose dtype or size is free while all other arguments stay the same.
 ANY_DTYPE = {("padding_pack", "x"), ("padding_unpack", "x"), ("attention_fwd", "qkv")}
-ANY_ROWS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_pack", "indices")} | {
+ANY_ROWS = {("padding_places", "visible"), ("padding_pack", "x"), ("padding_pack", "indices")} | {
     (f"{op}_{direction}", name)
     for op, names in {
         "attention": ("cu_seqlens",),
@@ -37,7 +37,7 @@ ANY_ROWS |= {(f"{op}_fwd", "x") for op in ("linear", "packed_linear", "dense_gel
     ("linear_max_bwd", "x"),
 }
 ANY_HEADS = {("attention_fwd", "qkv"), ("padding_pack", "x")}
-ANY_COLUMNS = {("padding_plan", "visible"), ("padding_pack", "x"), ("padding_unpack", "x")}
+ANY_COLUMNS = {("padding_places", "visible"), ("padding_pack", "x"), ("padding_unpack", "x")}
 
 
 def tensor_arguments():
@@ -112,8 +112,8 @@ def test_unpacking_more_rows_than_there_are():
 
 def test_a_mask_of_other_bytes_than_0_and_1():
     mask = torch.tensor([[2, 0, 255], [0, 128, 0]], dtype=torch.uint8).view(torch.bool)
-    indices, ends, facts = torch.ops.fastbert.padding_plan(mask)
-    assert (indices.tolist(), ends.tolist(), facts.tolist()) == ([0, 2, 4], [0, 2, 3], [2, 0])
+    places, ends, facts = torch.ops.fastbert.padding_places(mask)
+    assert (places.tolist(), ends.tolist(), facts.tolist()) == ([0, 2, 4, 1, 3, 5], [0, 2, 3], [3, 2, 0, 0])
 
 
 # ---- values in tensor subclasses

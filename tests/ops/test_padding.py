@@ -1,3 +1,5 @@
+from itertools import accumulate
+
 import pytest
 import torch
 from op_suite import HALF, device_for
@@ -118,23 +120,22 @@ def test_where_the_tokens_are(backend):
             assert packing.indices.tolist() == places and packing.max_seqlen == max(map(sum, rows))
 
 
-@pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
-def test_what_a_gpu_reads_at_once_is_what_the_host_finds(name):
-    """The path for GPUs, with its one host synchronisation, finds what the host's finds. It also runs on a CPU."""
+@pytest.mark.parametrize("name", backends.BACKENDS)
+def test_places_of_random_masks(name):
     device = device_for(name, "padding", torch.bool)
     for shape, share in (((1, 1), 1.0), ((3, 7), 0.6), ((5, 64), 0.9), ((2, 9), 0.0), ((4, 1), 0.5), ((2101, 3), 0.7)):
         visible = torch.rand(shape) < share
-        texts = ["".join(" #"[token] for token in row).split() for row in visible.tolist()]
-        for in_runs in (False, True):
-            with fastbert.backend(name):
-                found = padding._find_in_one_synchronisation(visible.to(device), None, in_runs)
-            for one, other in zip(found, padding._find_on_host(visible, None, in_runs), strict=True):
-                assert torch.equal(one.cpu(), other) if isinstance(one, torch.Tensor) else one == other
-            assert found[-1] == all(row[0] for row in visible.tolist())
-            assert found[1] == (not in_runs or all(len(runs) <= 1 for runs in texts))
+        places, ends, facts = PLACES(name, visible.to(device))
+        rows = ["".join(" #"[token] for token in row) for row in visible.tolist()]
+        lengths = [row.count("#") for row in rows]
+        flat = visible.flatten()
+        assert torch.equal(places.cpu(), torch.cat([flat.nonzero(), (~flat).nonzero()]).squeeze(1))
+        assert ends.tolist() == [*accumulate(lengths, initial=0)]
+        in_runs = all(len(row.split()) <= 1 for row in rows)
+        assert facts.tolist() == [sum(lengths), max(lengths), all(row[0] == "#" for row in rows), in_runs]
 
 
-@pytest.mark.parametrize("name", [name for name in backends.BACKENDS if name != "cpu"])
+@pytest.mark.parametrize("name", backends.BACKENDS)
 def test_a_row_that_is_alone_among_many(name):
     """Of 300 rows only one begins with a gap, only one has a gap within, and only one is long: 40, 290 and 299."""
     device = device_for(name, "padding", torch.bool)
@@ -147,8 +148,6 @@ def test_a_row_that_is_alone_among_many(name):
 
 def test_places_of_all_tokens(backend):
     """Tokens that are not visible follow the visible ones, in order. Mask bytes other than 0 and 1 count as visible."""
-    if backend == "cpu" and backends.choose("padding", backend, torch.bool, backward=False) == "cpu":
-        pytest.skip("a CPU looks at the mask at once")
     mask = torch.tensor([[2, 0, 255], [0, 128, 0]], dtype=torch.uint8, device=backend).view(torch.bool)
     places, ends, facts = PLACES(backends.choose("padding", backend, torch.bool, backward=False), mask)
     assert places.tolist() == [0, 2, 4, 1, 3, 5] and ends.tolist() == [0, 2, 3] and facts.tolist() == [3, 2, 0, 0]
@@ -172,11 +171,9 @@ def test_operators_and_their_fakes(backend):
         (operators.padding_unpack, (torch.randn(5, 2, 3, device=backend), indices, 3, 4)),
     ):
         torch.library.opcheck(primitive.default, args, test_utils=("test_schema", "test_faketensor"))
-    if name != "cpu":
-        visible = torch.rand(3, 4, device=backend) < 0.5
-        torch.library.opcheck(
-            operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor")
-        )  # places on a GPU are not checked: those out of range are left out
+    visible = torch.rand(3, 4, device=backend) < 0.5
+    torch.library.opcheck(operators.padding_places.default, (visible,), test_utils=("test_schema", "test_faketensor"))
+    if name != "cpu":  # places on a GPU are not checked: those out of range are left out
         places = torch.tensor([-1, 12, 2, 1], device=backend)
         out = operators.padding_unpack(torch.ones(4, 2, device=backend), places, 1, 2)
         assert out.tolist() == [[[0, 0], [1, 1]]]
