@@ -46,7 +46,7 @@ struct AttentionHead {
 // Whether bf16 scores may be computed in pairs, from queries that are not scaled. Then scale is applied after the
 // largest score has been subtracted: scaling must keep the order of scores, and a difference that overflows float has
 // to mean a weight of 0. Also, the bias of relative positions is divided by scale.
-constexpr bool can_scale_late(double scale) { return scale >= 1e-30 && scale <= 1e30; }
+[[gnu::always_inline]] constexpr bool can_scale_late(double scale) { return scale >= 1e-30 && scale <= 1e30; }
 
 // One head's rows of a table of positions, or of its gradient.
 struct PositionTable {

@@ -51,6 +51,8 @@ constexpr int64_t first_row(int64_t block, int64_t blocks, int64_t rows) {
 FB_FOR_EACH_ISA_TILES_AND_VNNI(
     // The channels of a panel, the numbers of a group, and the most rows of a block.
     int64_t packed_width(); int64_t packed_group(Weights weights); int64_t packed_rows();
+    // How many rows take as long as reading a panel once more does.
+    int64_t packed_rows_a_panel(Weights weights);
     // The fewest rows per thread for which each thread should take its own rows through several products, and so read
     // all of their weights, `bytes` in total. With fewer rows, threads should share each product.
     int64_t packed_fewest_rows(Weights weights, int64_t bytes);

@@ -230,9 +230,13 @@ void parallel_rows(int64_t rows, int64_t channels, int64_t scratch_bytes, const 
   });
 }
 
-template <class M>
-void add_to(M* sums, const M* more, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) sums[i] += more[i];
+// Adds n of `more` to `sums`, both of one math type.
+inline void add_to(void* sums, const void* more, int64_t n, ScalarType type) {
+  const auto add = [&](auto* to, const auto* from) {
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+  };
+  if (type == ScalarType::Double) return add(static_cast<double*>(sums), static_cast<const double*>(more));
+  add(static_cast<float*>(sums), static_cast<const float*>(more));
 }
 
 // Sums over rows, [quantities, channels] of x's math_type, with the same bits for any number of threads. f(begin, end,
@@ -247,7 +251,7 @@ Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scra
                 smallest = std::max<int64_t>(32, kGrain / std::max<int64_t>(1, channels));
   const int64_t chunk = std::max(smallest, divide_up(rows, kChunks)), chunks = divide_up(rows, chunk);
   const Tensor sums = zeros({chunks, quantities, channels}, x, math_type(x));
-  const int64_t bytes = columns * sums.element_size();
+  const int64_t size = sums.element_size(), bytes = columns * size;
   char* const data = static_cast<char*>(sums.mutable_data_ptr());
   parallel_for(columns ? chunks : 0, 1, [&](int64_t first, int64_t last) {
     const std::unique_ptr<char[]> scratch(new char[scratch_bytes]), block(new char[bytes]);
@@ -258,15 +262,18 @@ Tensor sum_rows(int64_t rows, int64_t channels, int64_t quantities, int64_t scra
       for (int64_t row = i * chunk + kBlock; row < end; row += kBlock) {
         std::memset(block.get(), 0, bytes);
         f(row, std::min(end, row + kBlock), block.get(), static_cast<void*>(scratch.get()));
-        if (type_of(sums) == ScalarType::Double) {
-          add_to(reinterpret_cast<double*>(sum), reinterpret_cast<const double*>(block.get()), columns);
-        } else {
-          add_to(reinterpret_cast<float*>(sum), reinterpret_cast<const float*>(block.get()), columns);
-        }
+        add_to(sum, block.get(), columns, type_of(sums));
       }
     }
   });
-  return chunks == 1 ? row(sums, 0) : sum_first(sums);
+  if (chunks == 1) return row(sums, 0);
+  const Tensor total = zeros({quantities, channels}, sums, type_of(sums));
+  char* const to = static_cast<char*>(total.mutable_data_ptr());
+  parallel_for(columns, kGrain / kChunks, [&](int64_t first, int64_t last) {
+    for (int64_t i = 0; i < chunks; ++i)
+      add_to(to + first * size, data + i * bytes + first * size, last - first, type_of(sums));
+  });
+  return total;
 }
 
 // `shape`, followed by x's sizes from dimension `from` on.

@@ -127,15 +127,22 @@ class PreparedLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if self.weight is not None:
             raise _frozen("load_state_dict")
-        given = {name: state_dict.get(prefix + name) for name in self._plain()}
+        plain = self._plain()
+        given = {name: state_dict.get(prefix + name) for name in plain}
         _, _, missing, _, errors = args
         missing += [prefix + name for name, tensor in given.items() if tensor is None]
         if any(tensor is None for tensor in given.values()):
             return
+        wrong = [
+            f"{prefix}{name} has shape {tuple(given[name].shape)}; expected {tuple(tensor.shape)}"
+            for name, tensor in plain.items()
+            if given[name].shape != tensor.shape
+        ]
         if given["weight"].dtype != self.dtype:
-            errors.append(f"{prefix}weight is {given['weight'].dtype}; expected {self.dtype}")
-            return
-        self.fill(given["weight"], given.get(SCALE), given.get("bias"))
+            wrong.append(f"{prefix}weight is {given['weight'].dtype}; expected {self.dtype}")
+        if not wrong:
+            self.fill(given["weight"], given.get(SCALE), given.get("bias"))
+        errors += wrong
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"weight": None, "scale": None, "bias": None, "kept": None}

@@ -180,6 +180,21 @@ class Joined {
   int64_t column_bytes_ = 0;  // of the weights; all products have the same inner dimension and kind of weights
 };
 
+// How many rows to take at a time, at most packed_rows(). Where threads would get unequal numbers of panels, or none,
+// blocks of fewer rows are shared more evenly; but each reads the weights once more.
+inline int64_t rows_at_once(int64_t rows, int64_t panels, Weights weights) {
+  constexpr int64_t kFewest = 32, kEvenly = 4;  // rows of a block; with so many panels a thread shares are even
+  const int64_t rows_a_panel = FB_BEST_ISA(packed_rows_a_panel)(weights);
+  const auto block_of = [&](int64_t blocks) { return cpu::whole_tiles(divide_up(std::max<int64_t>(1, rows), blocks)); };
+  const auto time = [&](int64_t blocks) {
+    return divide_up(blocks * panels, threads()) * (block_of(blocks) + rows_a_panel);
+  };
+  int64_t best = std::max<int64_t>(1, divide_up(rows, FB_BEST_ISA(packed_rows)()));
+  for (int64_t more = best + 1; more * kFewest <= rows && more * panels <= kEvenly * threads(); ++more)
+    if (time(more) < time(best)) best = more;
+  return block_of(best);
+}
+
 // Computes the products, from checked arguments. Threads share all of them as if they were one product.
 inline void products_into(const Left& left, const std::vector<Product>& products, Gelu gelu) {
   Joined joined;
@@ -192,8 +207,9 @@ inline void products_into(const Left& left, const std::vector<Product>& products
     op.channels = p.channels, op.gelu = gelu;
     joined.add(op, p.weight);
   }
-  const ProductBlocks blocks{left.call().rows, left.call().inner, joined.columns(), FB_BEST_ISA(packed_rows)(),
-                             FB_BEST_ISA(packed_width)()};
+  const int64_t rows = left.call().rows, width = FB_BEST_ISA(packed_width)();
+  const int64_t at_once = rows_at_once(rows, divide_up(joined.columns(), width), left.weights());
+  const ProductBlocks blocks{rows, left.call().inner, joined.columns(), at_once, width};
   blocks.run(FB_BEST_ISA(packed_scratch)(),
              [&](const ProductBlocks::Block& block, void* scratch) { joined.run(block, scratch); });
 }

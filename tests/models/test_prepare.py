@@ -323,6 +323,15 @@ def test_weights_take_the_room_of_their_precision(model):
         assert sum(part.weight.nbytes for part in parts) == numbers * size
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_state_dict_of_other_sizes_is_refused_before_anything_is_packed(precision):
+    narrow = nn.Linear(7, 5, dtype=torch.bfloat16 if precision == "bf16" else None)
+    layer, empty = PreparedLinear.of(narrow, precision), PreparedLinear.empty(nn.Linear(8, 5), precision)
+    with pytest.raises(RuntimeError, match=r"weight has shape \(5, 7\); expected \(5, 8\)"):
+        empty.load_state_dict(layer.state_dict())
+    assert empty.weight is None
+
+
 def load_zeros(module):
     module.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in module.state_dict().items()})
 

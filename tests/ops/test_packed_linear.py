@@ -319,7 +319,7 @@ def _calls(size):
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [(300, 300, 200), (1, 300, 2000)], ids=["shared by rows", "shared by channels"])
+@pytest.mark.parametrize("size", [(300, 300, 200), (1, 300, 2000), (128, 300, 90)], ids=["rows", "channels", "both"])
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 def test_same_bits_for_any_number_of_threads(kind, size):
     call, x = _calls(size)[kind]

@@ -309,6 +309,7 @@ void int8_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chann
 int64_t packed_width() { return kPanel<float>; }
 int64_t packed_group(Weights weights) { return group_of(weights); }
 int64_t packed_rows() { return kRows; }
+int64_t packed_rows_a_panel(Weights weights) { return kTiles && weights != Weights::f32 ? 96 : 16; }
 int64_t packed_fewest_rows(Weights weights, int64_t bytes) {
   constexpr int64_t kFewest = 64, kMeanwhile = 1 << 16;  // bytes that memory delivers while the matrix unit takes a row
   const bool slower = FB_VECTOR_BYTES == 32 || (weights == Weights::bf16 && !kTiles);  // docs/packed_linear.md
