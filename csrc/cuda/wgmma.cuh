@@ -29,18 +29,23 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // A barrier of the group's four warps, after their wgmma_wait and before the group's shared memory is written. group: 0
-// to 14.
+// or 1. The barriers' numbers are constants: otherwise a block reserves all 16.
 __device__ __forceinline__ void sync_group(int group) {
-  asm volatile("bar.sync %0, 128;\n" ::"r"(group + 1) : "memory");
+  if (group == 0) {
+    asm volatile("bar.sync 1, 128;\n" ::: "memory");
+  } else {
+    asm volatile("bar.sync 2, 128;\n" ::: "memory");
+  }
 }
 
 // The descriptor of a matrix in shared memory with rows of 128 bytes, whose chunks are permuted by swizzle<64>, and
 // whose first row lies at a multiple of 1024 bytes. `at` is where the first row and column would be without the
 // permutation. (PTX ISA, "Matrix Descriptor Format": 128-byte swizzle, 1024 bytes from one group of 8 rows to the
-// next.)
+// next.) All lanes have to call this. The shuffle tells the compiler that their addresses are equal, so that it computes
+// with descriptors in uniform registers, where the instruction takes them.
 __device__ __forceinline__ uint64_t matrix_descriptor(const void* at) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 >> 4) << 32, kLeading = 1 << 16;
-  return kSwizzle128 | kStride | kLeading | (shared_address(at) & 0x3FFFF) >> 4;
+  return kSwizzle128 | kStride | kLeading | __shfl_sync(~0u, (shared_address(at) & 0x3FFFF) >> 4, 0);
 }
 
 // The descriptor of the matrix that begins `bytes` (a multiple of 16) further on.

@@ -1,15 +1,7 @@
 """embedding in Triton: sums table rows, LayerNorm and dropout in one pass; the tables' gradients without atomics.
 
 A program owns whole rows, as in layer_norm.py, and uses its LayerNorm. The backward computes z, the sum of table rows,
-again and writes dz once, in float32. Then each table's gradient is the sum of dz's rows by id:
-
-    ids       4 4 4 4 | 4 4 7 7 | 7 9 9 9      sorted (stable, so that the order of a sum is fixed), in chunks of CHUNK
-    heads               4 4       7            a chunk's first run of equal ids, if it continues the chunk before
-    runs      4 ...         7 ...   9          one program per run adds up its rows in its first chunk, then its heads
-
-So a program adds up at most CHUNK rows and one partial sum per chunk, even if all tokens have the same id. Each row of
-the gradient is written by one program; rows of ids that do not occur keep the zeros of torch.zeros_like. Sorting runs
-on the device, without host synchronisation.
+again and writes dz once, in float32. Then each table's gradient is the sum of dz's rows by id (sums.py).
 Bytes moved: forward the rows and y; backward dy and the rows read, dz written and read once more for each table, the
 gradients, and partial sums as in layer_norm.py.
 """
@@ -20,22 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.triton import layer_norm, sums
-from fastbert.triton.common import Config, dropout, launch, pick, row_keep, site_key
+from fastbert.triton.common import dropout, launch, pick, row_keep, site_key
 from fastbert.triton.layer_norm import normalize, normalize_backward
 
 FORWARD, BACKWARD, PROGRAMS = layer_norm.FORWARD, layer_norm.BACKWARD, layer_norm.PROGRAMS
-BY_ID = {80: lambda channels: Config({"CHUNK": 128, "ROWS": 16, "COLUMNS": 256}, num_warps=4)}
 
 
 @triton.jit
 def _nearest(id, inside, rows):
     """Ids, clamped to the table's rows; -1 outside, or if the table is empty."""
     return tl.where(inside, tl.minimum(tl.maximum(id, 0), rows - 1), -1)
-
-
-@triton.jit
-def _ids(ids, at, inside, rows):
-    return _nearest(tl.load(ids + at, inside, other=0).to(tl.int64), inside, rows)
 
 
 @triton.jit
@@ -167,71 +153,6 @@ def _backward(
         tl.store(to + channels, tl.sum(dbias, 0), column < channels)
 
 
-@triton.jit
-def _add_rows(
-    dz, ids, order, first, id, column, tokens, channels, rows,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Partial sums [ROWS, COLUMNS] of the rows of `id` from place `first` to its chunk's end, and their number."""
-    place = first + tl.arange(0, CHUNK)
-    here = (place < tokens) & (place // CHUNK == first // CHUNK)
-    count = tl.sum((_ids(ids, place, here, rows) == id).to(tl.int32), 0)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for begin in range(0, count, ROWS):
-        at = begin + tl.arange(0, ROWS)
-        row = tl.load(order + first + at, at < count, other=0)
-        inside = (at < count)[:, None] & (column < channels)[None, :]
-        total += tl.load(dz + row[:, None] * channels + column[None, :], inside, other=0.0)
-    return total, count
-
-
-@triton.jit(do_not_specialize=["tokens", "rows", "padding_idx"])
-def _sum_heads(
-    dz, ids, order, heads, tokens, channels, rows, padding_idx,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    first = chunk * CHUNK
-    id = _ids(ids, first, first < tokens, rows)
-    if (id == _ids(ids, first - 1, first > 0, rows)) & (id != padding_idx):
-        total, _ = _add_rows(dz, ids, order, first, id, column, tokens, channels, rows, CHUNK, ROWS, COLUMNS)
-        tl.store(heads + chunk * channels + column, tl.sum(total, 0), column < channels)
-
-
-@triton.jit(do_not_specialize=["tokens", "rows", "padding_idx"])
-def _sum_runs(
-    dz, ids, order, heads, gradient, tokens, channels, rows, padding_idx,
-    CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    id = _ids(ids, first, first < tokens, rows)
-    if (id != _ids(ids, first - 1, first > 0, rows)) & (id != padding_idx):
-        total, count = _add_rows(dz, ids, order, first, id, column, tokens, channels, rows, CHUNK, ROWS, COLUMNS)
-        chunk = first // CHUNK + 1
-        more = first + count == chunk * CHUNK
-        while more:
-            later = chunk + tl.arange(0, ROWS)
-            same = _ids(ids, later * CHUNK, later * CHUNK < tokens, rows) == id
-            inside = same[:, None] & (column < channels)[None, :]
-            total += tl.load(heads + later[:, None] * channels + column[None, :], inside, other=0.0)
-            chunk += ROWS
-            more = tl.sum(same.to(tl.int32), 0) == ROWS
-        tl.store(gradient + id * channels + column, tl.sum(total, 0), column < channels)
-
-
-def _table_gradient(dz: Tensor, ids: Tensor, table: Tensor, padding_idx: int) -> Tensor:
-    ordered, order = torch.sort(ids.flatten(), stable=True)
-    (tokens, channels), gradient = dz.shape, torch.zeros_like(table, memory_format=torch.contiguous_format)
-    config = pick(BY_ID, dz.device, channels)
-    chunks, across = triton.cdiv(tokens, config.tiles["CHUNK"]), triton.cdiv(channels, config.tiles["COLUMNS"])
-    heads, sizes = dz.new_empty((chunks, channels)), (tokens, channels, table.shape[0], padding_idx)
-    launch(_sum_heads, (chunks, across), dz, ordered, order, heads, *sizes, config=config)
-    launch(_sum_runs, (tokens, across), dz, ordered, order, heads, gradient, *sizes, config=config)
-    return gradient
-
-
 def backward(
     dy: Tensor, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None, word: Tensor, position: Tensor,
     token_type: Tensor | None, weight: Tensor, mean: Tensor, rstd: Tensor, rng: Tensor | None,
@@ -250,7 +171,7 @@ def backward(
         config=config, **inputs.flags, NEED_DZ=any(need_tables), NEED_DPARAMS=need_dparams,
     )  # fmt: skip
     dtables = [
-        _table_gradient(dz, ids, table, padding) if needed else mean.new_empty(0)
+        sums.by_id(dz, ids, table, padding) if needed else mean.new_empty(0)
         for ids, table, padding, needed in zip(inputs.ids, tables, (padding_idx, -1, -1), need_tables, strict=True)
     ]
     dparams = sums.add_up(partials, [weight.dtype] * 2) if need_dparams else [weight.new_empty(0) for _ in range(2)]

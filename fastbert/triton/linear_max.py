@@ -5,9 +5,8 @@ updates a running maximum and its row. Programs of all sequences for one tile of
 come from the L2 cache for all but the first. Bytes moved: the weights and x once (from the cache, x is read V / CLASSES
 times), y and rows once.
 
-Backward: dx is a matrix of rows by classes times the weights. The matrix has dy where a class has its maximum in a row,
-and is never in memory; steps in which the tile's rows have no gradient are skipped. dweight gathers a row of x for each
-gradient that is not zero. Sums have a fixed order, without atomics.
+Backward: for each gradient that is not zero, dx adds up a row of the weights, by the row of the maximum (sums.py), and
+dweight a row of x. Sums have a fixed order, without atomics.
 """
 
 import torch
@@ -16,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastbert.triton.common import Config, launch, pick, precision
+from fastbert.triton.sums import by_id
 
 
 def _forward_config(inner: int, kind: str) -> Config:
@@ -25,17 +25,11 @@ def _forward_config(inner: int, kind: str) -> Config:
     return Config({"ROWS": 64, "CLASSES": 128, "K": 64 if kind == "half" else 32}, num_warps=8, num_stages=3)
 
 
-def _dx_config(inner: int, kind: str) -> Config:
-    if kind == "ieee":
-        return Config({"ROWS": 32, "CHANNELS": 32, "CLASSES": 16}, num_warps=4, num_stages=1)
-    return Config({"ROWS": 64, "CHANNELS": 128, "CLASSES": 64 if kind == "half" else 32}, num_warps=8, num_stages=1)
-
-
 def _dweight_config(inner: int) -> Config:
     return Config({"CLASSES": 16, "CHANNELS": 128}, num_warps=4)
 
 
-FORWARD, DX, DWEIGHT = {80: _forward_config}, {80: _dx_config}, {80: _dweight_config}
+FORWARD, DWEIGHT = {80: _forward_config}, {80: _dweight_config}
 NO_ROW = tl.constexpr(2**31 - 1)
 
 
@@ -117,53 +111,6 @@ def forward(
 # ---- backward: dx[row[b, v]] += dy[b, v] weight[v], dweight[v] = sum of dy[b, v] x[row[b, v]]
 
 
-@triton.jit
-def _sequences_of(rows, first, end, classes, sequences):
-    """The sequences, from low to high - 1, that may have rows first to end - 1. Of each, one row is looked at, that of
-    class 0: sequences follow one another, so those before the last with an earlier row end before the tile, and those
-    after the first with a later row begin after it."""
-    low, high = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + sequences
-    for group in range(0, sequences, 32):
-        sequence = group + tl.arange(0, 32)
-        known = sequence < sequences
-        place = tl.load(rows + sequence.to(tl.int64) * classes, known, other=-1)  # -1 for an empty sequence too
-        low = tl.maximum(low, tl.max(tl.where((place >= 0) & (place < first), sequence, 0), 0))
-        high = tl.minimum(high, tl.min(tl.where(place >= end, sequence + 1, sequences), 0))
-    return low, high
-
-
-@triton.jit(do_not_specialize=["tokens", "sequences"])
-def _dx(
-    dy, rows, weight, dx, tokens, inner, classes, sequences,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, CLASSES: tl.constexpr,
-):  # fmt: skip
-    """dx of a tile of rows, which may belong to several sequences: each element of dy counts for one row only."""
-    first = tl.program_id(0) * ROWS
-    row = first + tl.arange(0, ROWS)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    sums = tl.zeros((ROWS, CHANNELS), tl.float32)
-    low, high = _sequences_of(rows, first, first + ROWS, classes, sequences)
-    before = low.to(tl.int64) * classes  # of a sequence in dy
-    for _ in range(low, high):
-        for start in range(0, classes, CLASSES):
-            index = start + tl.arange(0, CLASSES)
-            at = before + index
-            place = tl.load(rows + at, index < classes, other=-1)
-            mine = (place >= first) & (place < first + ROWS)
-            d = tl.load(dy + at, mine, other=0.0)
-            mine = mine & (d != 0.0)
-            if tl.max(mine.to(tl.int32), 0) > 0:
-                w = tl.load(
-                    weight + index.to(tl.int64)[:, None] * inner + channel[None, :],
-                    mine[:, None] & (channel < inner)[None, :], other=0.0,
-                )  # fmt: skip
-                of_row = tl.where((place[None, :] == row[:, None]) & mine[None, :], d[None, :], 0.0)
-                sums = tl.dot(of_row.to(w.dtype), w, sums, input_precision=PRECISION)
-        before += classes
-    at = row.to(tl.int64)[:, None] * inner + channel[None, :]
-    tl.store(dx + at, sums, (row < tokens)[:, None] & (channel < inner)[None, :])
-
-
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def _dweight(
     dy, rows, x, dweight, tokens, inner, classes, sequences, CLASSES: tl.constexpr, CHANNELS: tl.constexpr
@@ -192,13 +139,12 @@ def backward(
     dy: Tensor, x: Tensor, weight: Tensor, rows: Tensor, need_dx: bool, need_dweight: bool
 ) -> tuple[Tensor, Tensor]:
     (tokens, inner), (sequences, classes) = x.shape, dy.shape
-    dx = x.new_empty(x.shape if need_dx else (0,))
+    dx = x.new_empty(0)
     dweight = x.new_empty(weight.shape if need_dweight else (0,))
     dy, rows, sizes = dy.contiguous(), rows.contiguous(), (tokens, inner, classes, sequences)
     if need_dx:
-        config = pick(DX, x.device, inner, _kind(x))
-        grid = triton.cdiv(tokens, config.tiles["ROWS"]), triton.cdiv(inner, config.tiles["CHANNELS"])
-        launch(_dx, grid, dy, rows, weight.contiguous(), dx, *sizes, config=config, PRECISION=precision(x))
+        counts = (dy != 0) & (rows >= 0) & (rows < tokens)
+        dx = by_id(weight, torch.where(counts, rows, tokens), x, tokens, dy)
     if need_dweight:
         config = pick(DWEIGHT, x.device, inner)
         grid = triton.cdiv(classes, config.tiles["CLASSES"]), triton.cdiv(inner, config.tiles["CHANNELS"])
