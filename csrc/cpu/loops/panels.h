@@ -94,37 +94,6 @@ inline void pack_pairs(const bf16* from, int64_t stride, int64_t rows, int64_t c
   }
 }
 
-template <class V>
-constexpr int kWidth = sizeof(V) / sizeof(V{}[0]);
-
-// Interleaves the lanes of a and b: a[first], b[first], a[first + 1], b[first + 1], ...
-template <class V>
-inline V alternate(V a, V b, int first) {
-  V result;
-#if defined(__GNUC__) && !defined(__clang__)
-  decltype(a < b) lanes;
-  for (int i = 0; i < kWidth<V>; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth<V>;
-  result = __builtin_shuffle(a, b, lanes);
-#else
-  for (int i = 0; i < kWidth<V>; ++i) result[i] = (i % 2 ? b : a)[first + i / 2];
-#endif
-  return result;
-}
-
-// Transposes L vectors of L lanes: each of log2(L) rounds interleaves vectors i and i + L / 2.
-template <class V>
-inline void transpose(V (&rows)[kWidth<V>]) {
-  constexpr int L = kWidth<V>;
-  for (int round = 1; round < L; round *= 2) {
-    V next[L];
-    for (int i = 0; i < L / 2; ++i) {
-      next[2 * i] = alternate(rows[i], rows[i + L / 2], 0);
-      next[2 * i + 1] = alternate(rows[i], rows[i + L / 2], L / 2);
-    }
-    for (int i = 0; i < L; ++i) rows[i] = next[i];
-  }
-}
-
 // Packs the transpose of a matrix of `columns` rows of `inner` elements.
 template <class T, class M = math_t<T>>
 void pack_transposed(const T* from, int64_t stride, int64_t columns, Panels<M> to) {

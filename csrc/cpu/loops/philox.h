@@ -54,10 +54,14 @@ constexpr int64_t key_bits_room(int64_t keys) { return round_up(keys, 16 * kGrou
 inline void row_bits(uint16_t* bits, int64_t channels, uint64_t token, uint64_t key) {
   for (int64_t channel = 0; channel < channels; channel += 8 * kGroups) {
     const Words words = philox(uint32_t(channel / 8), uint32_t(token), uint32_t(token >> 32), 0, key);
-    uint32_t ordered[kGroups][4];  // little-endian: a word has the 16 bits of two neighbouring channels
-    for (int word = 0; word < 4; ++word)
-      for (int group = 0; group < kGroups; ++group) ordered[group][word] = words.word[word][group];
-    __builtin_memcpy(bits + channel, ordered, sizeof ordered);
+    for (int four = 0; four < kGroups / 4; ++four) {  // counters
+      typedef FB_VECTOR(uint32_t, 16) Four;
+      Four word[4];  // little-endian: a word has the 16 bits of two neighbouring channels
+      for (int i = 0; i < 4; ++i)
+        __builtin_memcpy(&word[i], reinterpret_cast<const Four*>(&words.word[i]) + four, sizeof(Four));
+      transpose(word);
+      __builtin_memcpy(bits + channel + 32 * four, word, sizeof word);
+    }
   }
 }
 
@@ -67,14 +71,14 @@ inline void attention_bits(uint8_t* bits, int64_t first_key, int64_t keys, uint3
                            uint32_t sequence, uint64_t key) {
   for (int64_t first = 0; first < keys; first += 16 * kGroups) {
     const Words words = philox(uint32_t((first_key + first) / 16), query, head, sequence, key);
-    uint16_t pairs[kGroups / 4][8][4];  // block, j, counter
     for (int word = 0; word < 4; ++word) {
-      for (int group = 0; group < kGroups; ++group) {
-        pairs[group / 4][2 * word][group % 4] = uint16_t(words.word[word][group]);
-        pairs[group / 4][2 * word + 1][group % 4] = uint16_t(words.word[word][group] >> 16);
-      }
+      typedef FB_VECTOR(uint16_t, FB_VECTOR_BYTES) Halves;
+      // Of four counters the low halves, which are for j = 2 word, then the high ones.
+      const Halves pairs =
+          reordered(reinterpret<Halves>(words.word[word]), [](int i) { return i / 8 * 8 + i % 4 * 2 + i % 8 / 4; });
+      for (int block = 0; block < kGroups / 4; ++block)
+        __builtin_memcpy(bits + first + 64 * block + 16 * word, reinterpret_cast<const char*>(&pairs) + 16 * block, 16);
     }
-    __builtin_memcpy(bits + first, pairs, sizeof pairs);
   }
 }
 

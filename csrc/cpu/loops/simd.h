@@ -316,6 +316,51 @@ inline V greater(V a, V b) {
 inline vfloat absolute(vfloat v) { return reinterpret<vfloat>(reinterpret<vint>(v) & 0x7fffffff); }
 inline vdouble absolute(vdouble v) { return v < 0 ? -v : v; }
 
+template <class V>
+constexpr int kWidth = sizeof(V) / sizeof(V{}[0]);
+
+// The lanes of v in another order: lane i is v[from(i)].
+template <class V, class F>
+inline V reordered(V v, F from) {
+  V result;
+#if defined(__GNUC__) && !defined(__clang__)
+  decltype(v < v) lanes;
+  for (int i = 0; i < kWidth<V>; ++i) lanes[i] = from(i);
+  result = __builtin_shuffle(v, lanes);
+#else
+  for (int i = 0; i < kWidth<V>; ++i) result[i] = v[from(i)];
+#endif
+  return result;
+}
+
+// Interleaves the lanes of a and b: a[first], b[first], a[first + 1], b[first + 1], ...
+template <class V>
+inline V alternate(V a, V b, int first) {
+  V result;
+#if defined(__GNUC__) && !defined(__clang__)
+  decltype(a < b) lanes;
+  for (int i = 0; i < kWidth<V>; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth<V>;
+  result = __builtin_shuffle(a, b, lanes);
+#else
+  for (int i = 0; i < kWidth<V>; ++i) result[i] = (i % 2 ? b : a)[first + i / 2];
+#endif
+  return result;
+}
+
+// Transposes L vectors of L lanes: each of log2(L) rounds interleaves vectors i and i + L / 2.
+template <class V>
+inline void transpose(V (&rows)[kWidth<V>]) {
+  constexpr int L = kWidth<V>;
+  for (int round = 1; round < L; round *= 2) {
+    V next[L];
+    for (int i = 0; i < L / 2; ++i) {
+      next[2 * i] = alternate(rows[i], rows[i + L / 2], 0);
+      next[2 * i + 1] = alternate(rows[i], rows[i + L / 2], L / 2);
+    }
+    for (int i = 0; i < L; ++i) rows[i] = next[i];
+  }
+}
+
 // Reduces the lanes to a vector of 16 bytes: f combines their two halves until that is left.
 template <class V, class F>
 inline auto folded_to_16_bytes(V v, F f) {
