@@ -71,12 +71,11 @@ inline void check_parameter(const char* op, const char* name, const Tensor& para
   check_floating_beside(op, name, parameter, type_of(x));
 }
 
-// One number of the given type for each row.
-inline void check_statistic(const char* op, const char* name, const Tensor& statistic, Sizes rows, ScalarType type,
-                            const Device& device) {
-  check_shape(op, name, statistic, rows);
-  check_dtype(op, name, statistic, type);
-  check_device(op, name, statistic, device);
+inline void check_tensor(const char* op, const char* name, const Tensor& tensor, Sizes sizes, ScalarType type,
+                         const Device& device) {
+  check_shape(op, name, tensor, sizes);
+  check_dtype(op, name, tensor, type);
+  check_device(op, name, tensor, device);
 }
 
 // cu_seqlens is int32, on x's device. Its values are not checked: they are clamped where they are read.
@@ -107,8 +106,8 @@ inline void check_layer_norm_gradients(const Tensor& dy, const Tensor& x, const 
   const auto rows = x.sizes().slice(0, x.dim() - 1);
   check_like("layer_norm", "dy", dy, x);
   check_dtype("layer_norm", "dy", dy, y_type);
-  check_statistic("layer_norm", "mean", mean, rows, statistics, x.device());
-  check_statistic("layer_norm", "rstd", rstd, rows, statistics, x.device());
+  check_tensor("layer_norm", "mean", mean, rows, statistics, x.device());
+  check_tensor("layer_norm", "rstd", rstd, rows, statistics, x.device());
 }
 
 // ---- bias_gelu
@@ -146,9 +145,7 @@ inline void check_dense_result(const char* op, const char* name, const Tensor& r
                                const Tensor& weight) {
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = weight.size(0);
-  check_shape(op, name, result, shape);
-  check_dtype(op, name, result, type_of(x));
-  check_device(op, name, result, x.device());
+  check_tensor(op, name, result, shape, type_of(x), x.device());
 }
 
 // The other arguments of dense_gelu's backward.
@@ -169,11 +166,8 @@ inline void check_linear_max(const Tensor& x, const Tensor& weight, const Option
 // The other arguments of the backward. The values in `rows` are checked where they are read.
 inline void check_linear_max_gradients(const Tensor& dy, const Tensor& x, const Tensor& weight, const Tensor& rows) {
   FB_CHECK_VALUE(dy.dim() == 2, "linear_max: dy has shape ", dy.sizes(), "; expected (B, V)");
-  check_shape("linear_max", "dy", dy, {dy.size(0), weight.size(0)});
-  check_dtype("linear_max", "dy", dy, type_of(x));
-  check_device("linear_max", "dy", dy, x.device());
-  check_like("linear_max", "rows", rows, dy);
-  check_dtype("linear_max", "rows", rows, ScalarType::Int);
+  check_tensor("linear_max", "dy", dy, {dy.size(0), weight.size(0)}, type_of(x), x.device());
+  check_tensor("linear_max", "rows", rows, dy.sizes(), ScalarType::Int, x.device());
 }
 
 // ---- cross_entropy
@@ -191,9 +185,8 @@ inline void check_cross_entropy(const Tensor& hidden, const Tensor& weight, cons
 // The other arguments of the backward. math: the dtype of the loss.
 inline void check_cross_entropy_gradients(const Tensor& dloss, const Tensor& dlogits, const Tensor& hidden,
                                           const Tensor& weight, ScalarType math) {
-  check_statistic("cross_entropy", "dloss", dloss, {}, math, hidden.device());
-  check_statistic("cross_entropy", "dlogits", dlogits, {hidden.size(0), weight.size(0)}, type_of(hidden),
-                  hidden.device());
+  check_tensor("cross_entropy", "dloss", dloss, {}, math, hidden.device());
+  check_tensor("cross_entropy", "dlogits", dlogits, {hidden.size(0), weight.size(0)}, type_of(hidden), hidden.device());
 }
 
 // ---- embedding
@@ -214,12 +207,10 @@ inline void check_table(const char* name, const Tensor& ids, const Tensor& table
 inline void check_embedding_gradients(const Tensor& dy, const Tensor& input_ids, const Tensor& word, const Tensor& mean,
                                       const Tensor& rstd, ScalarType type, ScalarType statistics) {
   std::vector<int64_t> shape = input_ids.sizes().vec();
-  check_statistic("embedding", "mean", mean, shape, statistics, word.device());
-  check_statistic("embedding", "rstd", rstd, shape, statistics, word.device());
+  check_tensor("embedding", "mean", mean, shape, statistics, word.device());
+  check_tensor("embedding", "rstd", rstd, shape, statistics, word.device());
   shape.push_back(word.size(1));
-  check_shape("embedding", "dy", dy, shape);
-  check_dtype("embedding", "dy", dy, type);
-  check_device("embedding", "dy", dy, word.device());
+  check_tensor("embedding", "dy", dy, shape, type, word.device());
 }
 
 // ---- attention
@@ -236,21 +227,12 @@ inline void check_attention(const Tensor& qkv, const Tensor& cu_seqlens) {
 // The other arguments of the backward. type: the dtype of lse.
 inline void check_attention_gradients(const Tensor& dout, const Tensor& out, const Tensor& lse, const Tensor& qkv,
                                       ScalarType type) {
-  check_shape("attention", "out", out, {qkv.size(0), qkv.size(2), qkv.size(3)});
-  check_dtype("attention", "out", out, type_of(qkv));
-  check_device("attention", "out", out, qkv.device());
+  check_tensor("attention", "out", out, {qkv.size(0), qkv.size(2), qkv.size(3)}, type_of(qkv), qkv.device());
   check_gradient("attention", "dout", dout, out);
-  check_statistic("attention", "lse", lse, {qkv.size(2), qkv.size(0)}, type, qkv.device());
+  check_tensor("attention", "lse", lse, {qkv.size(2), qkv.size(0)}, type, qkv.device());
 }
 
 // ---- relative_attention
-
-// Checks one table of positions. Its dtype has to be `type`.
-inline void check_positions(const char* name, const Tensor& table, Sizes shape, ScalarType type, const Tensor& qkv) {
-  check_shape("relative_attention", name, table, shape);
-  check_dtype("relative_attention", name, table, type);
-  check_device("relative_attention", name, table, qkv.device());
-}
 
 // In addition to check_attention. Slots are clamped to the tables' rows where they are read, so a table needs a row.
 inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, const OptionalTensor& keys,
@@ -268,9 +250,9 @@ inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, con
   FB_CHECK_VALUE(width > 0 && width <= INT32_MAX, op, ": a table has shape ", first.sizes(),
                  "; expected 0 < W < 2**31");
   const ScalarType type = type_of(qkv), wide = type == ScalarType::Double ? type : ScalarType::Float;
-  if (keys) check_positions("keys", *keys, {width, heads, D}, type, qkv);
-  if (queries) check_positions("queries", *queries, {width, heads, D}, type, qkv);
-  if (bias) check_positions("bias", *bias, {heads, width}, wide, qkv);
+  if (keys) check_tensor(op, "keys", *keys, {width, heads, D}, type, qkv.device());
+  if (queries) check_tensor(op, "queries", *queries, {width, heads, D}, type, qkv.device());
+  if (bias) check_tensor(op, "bias", *bias, {heads, width}, wide, qkv.device());
 }
 
 // ---- padding

@@ -127,7 +127,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
     return view(y, y.sizes());  // y may be a view that autograd knows of, which could not be changed in place
   }
   const Tensor rows = matrix(contiguous(x)), w = contiguous(weight);
-  const Tensor b = bias ? contiguous(*bias) : w;  // oneDNN ignores the bias's stride
+  const OptionalTensor b = bias ? std::optional(contiguous(*bias)) : std::nullopt;  // oneDNN ignores its stride
   const auto product = [&](const Tensor* added) {
     switch (by) {
       case By::few_rows: return few_rows_product(rows, w, added);
@@ -139,7 +139,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias)
   };
   std::vector<int64_t> shape = x.sizes().vec();
   shape.back() = w.size(0);
-  return view(product(bias ? &b : nullptr), shape);
+  return view(product(b ? &*b : nullptr), shape);
 }
 
 namespace {

@@ -70,8 +70,9 @@ std::tuple<Tensor, Tensor> linear_max_bwd_cpu(const Tensor& dy, const Tensor& x,
                                    dtype_of(x)};
   const int64_t scratch_bytes = 2 * inner * in.element_size();
   if (need_dx) {
-    std::vector<int64_t> starts(tokens + 1), entries(grad.numel());
-    FB_BEST_ISA(linear_max_group)(op, starts.data(), entries.data());
+    std::vector<int64_t> starts(tokens + 1);
+    const std::unique_ptr<int64_t[]> entries(new int64_t[grad.numel()]);  // not zeroed
+    FB_BEST_ISA(linear_max_group)(op, starts.data(), entries.get());
     const int64_t shares = threads(), gradients = starts.back();
     const auto first = [&](int64_t share) {  // the token at which a thread's share of the gradients begins
       const auto at = std::lower_bound(starts.begin(), starts.end() - 1, gradients * share / shares);
@@ -79,7 +80,7 @@ std::tuple<Tensor, Tensor> linear_max_bwd_cpu(const Tensor& dy, const Tensor& x,
     };
     parallel_for(shares, 1, [&](int64_t begin, int64_t end) {
       const std::unique_ptr<char[]> scratch(new char[scratch_bytes]);
-      FB_BEST_ISA(linear_max_dx)(op, starts.data(), entries.data(), first(begin), first(end), scratch.get());
+      FB_BEST_ISA(linear_max_dx)(op, starts.data(), entries.get(), first(begin), first(end), scratch.get());
     });
   }
   if (need_dweight)

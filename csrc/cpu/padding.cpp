@@ -65,7 +65,7 @@ Tensor padding_pack(const Tensor& x, const Tensor& indices) {
   const char* const src = bytes_of(in);
   const int64_t* const from = place.const_data_ptr<int64_t>();
   char* const dst = static_cast<char*>(out.mutable_data_ptr());
-  parallel_rows(place.numel(), bytes, 0, [&](int64_t begin, int64_t end, void*) {
+  parallel_rows(place.numel(), bytes / x.element_size(), 0, [&](int64_t begin, int64_t end, void*) {
     for (int64_t t = begin; t < end; ++t) std::memcpy(dst + t * bytes, src + from[t] * bytes, bytes);
   });
   return out;
@@ -82,7 +82,7 @@ Tensor padding_unpack(const Tensor& x, const Tensor& indices, int64_t batch, int
   const int64_t bytes = out.numel() / rows * x.element_size();
   const char* const src = bytes_of(in);
   char* const dst = static_cast<char*>(out.mutable_data_ptr());
-  parallel_rows(rows, bytes, 0, [&](int64_t begin, int64_t end, void*) {
+  parallel_rows(rows, bytes / x.element_size(), 0, [&](int64_t begin, int64_t end, void*) {
     for (int64_t row = begin; row < end; ++row) {
       if (token[row] < 0) {
         std::memset(dst + row * bytes, 0, bytes);

@@ -41,8 +41,8 @@ __device__ __forceinline__ void sync_group(int group) {
 // The descriptor of a matrix in shared memory with rows of 128 bytes, whose chunks are permuted by swizzle<64>, and
 // whose first row lies at a multiple of 1024 bytes. `at` is where the first row and column would be without the
 // permutation. (PTX ISA, "Matrix Descriptor Format": 128-byte swizzle, 1024 bytes from one group of 8 rows to the
-// next.) All lanes have to call this. The shuffle tells the compiler that their addresses are equal, so that it computes
-// with descriptors in uniform registers, where the instruction takes them.
+// next.) All lanes have to call this. The shuffle tells the compiler that their addresses are equal, so that it
+// computes with descriptors in uniform registers, where the instruction takes them.
 __device__ __forceinline__ uint64_t matrix_descriptor(const void* at) {
   constexpr uint64_t kSwizzle128 = uint64_t(1) << 62, kStride = uint64_t(1024 >> 4) << 32, kLeading = 1 << 16;
   return kSwizzle128 | kStride | kLeading | __shfl_sync(~0u, (shared_address(at) & 0x3FFFF) >> 4, 0);
