@@ -32,7 +32,18 @@ struct LinearMaxGradients {
   DType dtype;
 };
 
+// Logits that are in memory. Their rows are `stride` floats apart, those of y `classes` elements.
+struct Maxima {
+  const float* logits;
+  const int64_t* bounds;  // (sequences + 1,), never decreasing, within the rows
+  void* y;                // (sequences, classes) of dtype: f32, bf16 or f16
+  int64_t stride, classes, sequences;
+  DType dtype;
+};
+
 FB_FOR_EACH_ISA_AND_TILES(
+    // The maxima of columns `first` to `end`, at most 512 of them; y and logits begin at the same class.
+    void maxima_of_logits(const Maxima& op, int64_t first, int64_t end);
     bool linear_max_takes_pairs(DType dtype, int64_t inner);
     // The most classes of a task of the forward, and the bytes of its scratch.
     int64_t linear_max_width(DType dtype); int64_t linear_max_scratch(int64_t inner, DType dtype);

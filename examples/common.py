@@ -181,14 +181,19 @@ def agreement(what: str, scores: dict[str, list[float]], margin: float) -> dict:
     difference.
     """
     means = {name: mean(of_seeds) for name, of_seeds in scores.items()}
-    differences = [ours - theirs for ours, theirs in zip(*scores.values(), strict=True)]
-    apart, error = abs(mean(differences)), stdev(differences) / len(differences) ** 0.5
+    apart, error = difference(scores)
     agree = apart <= margin and error <= margin / 2
     spread = max(max(of_seeds) - min(of_seeds) for of_seeds in scores.values())
     shown = (f"{name} {means[name]:.3f} ({min(x):.3f} to {max(x):.3f})" for name, x in scores.items())
     found = f"{apart:.3f} ± {error:.3f} apart, {margin} allowed: {'they agree' if agree else 'TOO FAR, OR TOO NOISY'}"
     print(f"{what}: {', '.join(shown)}; {found}")
     return means | {"apart": apart, "standard_error": error, "spread": spread, "agree": agree}
+
+
+def difference(scores: dict[str, list[float]]) -> tuple[float, float]:
+    """How far the means of two libraries are apart, and the standard error of that."""
+    differences = [ours - theirs for ours, theirs in zip(*scores.values(), strict=True)]
+    return abs(mean(differences)), stdev(differences) / len(differences) ** 0.5
 
 
 def write_json(path: Path, found: dict) -> None:

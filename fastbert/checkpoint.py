@@ -259,7 +259,7 @@ class Checkpoint:
                 raise RuntimeError(f"the configuration has {layers} layers; the file has fewer tensors")
             with torch.device("meta"):
                 model = build(config)
-            precision = prepared.outline(model, config)
+            precision, skip = prepared.outline(model, config) or (None, ())
             device = self._home(precision) if precision else None
             state = model.select(model.to_ours(self.tensors), self.directory, **selecting)
             _check_dtypes(state, dtype, precision)
@@ -267,7 +267,7 @@ class Checkpoint:
         except RuntimeError as error:
             raise RuntimeError(f"{self.directory}: {error}") from None
         model = model.to(device, dtype).eval()
-        return prepared.freeze(model, precision) if precision else model
+        return prepared.freeze(model, precision, skip) if precision else model
 
     def _home(self, precision: str) -> torch.device:
         try:

@@ -71,6 +71,7 @@ def _linear_max_backward(dy, x, weight, rows, *need):
 
 
 @_of("packed_linear_fwd")
+@_of("packed_linear_max_fwd")
 def _packed(x, weight, scale, bias, channels, *_):
     return _product(x, channels)
 

@@ -42,6 +42,7 @@ from fastbert.ops import checks
 from fastbert.ops.cross_entropy import cross_entropy_of_rows, find_labelled_rows
 from fastbert.ops.numbers import wide
 from fastbert.padding import Packing, packed_positions
+from fastbert.prepared import TiedLinear
 from fastbert.warn import warn
 
 SPARSE_ACTIVATIONS = ("relu", "log1p_relu")
@@ -314,9 +315,12 @@ class BertLMPredictionHead(nn.Module):
         """(T, C) to logits (T, V)."""
         return ops.linear(self.transform(hidden), words, self.bias)
 
-    def largest(self, hidden: Tensor, words: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def largest(self, hidden: Tensor, words: Tensor | TiedLinear, cu_seqlens: Tensor) -> Tensor:
         """(T, C) to the largest logits of each sequence, (B, V)."""
-        return ops.linear_max(self.transform(hidden), words, self.bias, cu_seqlens)
+        hidden = self.transform(hidden)
+        if isinstance(words, TiedLinear):
+            return words.largest(hidden, cu_seqlens)
+        return ops.linear_max(hidden, words, self.bias, cu_seqlens)
 
     def loss(self, hidden: Tensor, words: Tensor, labels: Tensor, rows: Tensor | None) -> Tensor:
         """The mean cross-entropy of labelled rows. rows: their indices, so that only they are computed; None computes
@@ -438,6 +442,11 @@ class BertForSparseEmbedding(_MaskedLM):
             expected = " or ".join(map(repr, SPARSE_ACTIVATIONS))
             raise ValueError(f"BertForSparseEmbedding: activation is {activation!r}; expected {expected}")
         self.cls, self.activation = BertPreTrainingHeads(config, seq_relationship=False), activation
+        self.vocabulary: TiedLinear | None = None  # in a prepared model
+
+    def pack_vocabulary(self, precision: str) -> None:
+        """Packs the word embeddings once more, as the weight of the product with the vocabulary; for `prepare`."""
+        self.vocabulary = TiedLinear.of_weight(self.get_input_embeddings().weight, self.cls.predictions.bias, precision)
 
     def forward(
         self,
@@ -457,7 +466,9 @@ class BertForSparseEmbedding(_MaskedLM):
         without padding.
         """
         inputs = (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
-        body, words = self._encode(inputs, cu_seqlens, max_seqlen), self.get_input_embeddings().weight
+        body, words = self._encode(inputs, cu_seqlens, max_seqlen), self.vocabulary
+        if words is None:
+            words = self.get_input_embeddings().weight
         vectors = wide(self.cls.predictions.largest(body.hidden, words, body.packing.cu_seqlens)).relu().log1p()
         return vectors.log1p() if self.activation == "log1p_relu" else vectors
 

@@ -19,6 +19,7 @@ from fastbert.prepared import (
     is_skipped,
     linears,
     replace,
+    tied,
 )
 
 
@@ -33,8 +34,9 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     else is bfloat16. skip: names of submodules that are not prepared (only converted to the dtype of "all else"), such
     as "encoder.layer.11" or "encoder.layer.0.output.dense".
 
-    Encoders' dense layers and projections of embeddings are prepared; heads and poolers, which read few tokens, are
-    not. A prepared weight takes 4, 2 or 1 bytes per number, depending on the precision. The copy cannot be trained:
+    Encoders' dense layers and projections of embeddings are prepared, and a sparse encoder's product with the
+    vocabulary ("vocabulary"), as a copy of the word embeddings; heads and poolers, which read few tokens, are not. A
+    prepared weight takes 4, 2 or 1 bytes per number, depending on the precision. The copy cannot be trained:
     training mode, a change of dtype or device and load_state_dict raise RuntimeError. `save_pretrained` of fastbert's
     models writes plain tensors, which any machine packs when it loads them.
     Raises TypeError for a module without such a model, ValueError for an unknown precision or name, for a model that is
@@ -49,7 +51,7 @@ def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn
     for config in {id(c): c for m in prepared.modules() if (c := getattr(m, "config", None))}.values():
         if hasattr(config, "extra"):
             config.extra |= config_entries(precision, skip)
-    return freeze(prepared, precision)
+    return freeze(prepared, precision, skip)
 
 
 def _packed(name: str, linear: nn.Linear, precision: str) -> PreparedLinear:
@@ -75,13 +77,13 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
     _check_device(model, precision)
     if holds_prepared(model):
         raise ValueError("fastbert.prepare: the model is prepared already; expected the original")
-    names, skip = list(linears(model)), (skip,) if isinstance(skip, str) else tuple(skip)
+    names, skip = [*linears(model), *tied(model)], (skip,) if isinstance(skip, str) else tuple(skip)
     if not names:
         raise TypeError(f"fastbert.prepare: a {type(model).__name__} holds no encoder of fastbert or transformers")
     for each in skip:
         if not any(is_skipped(name, (each,)) for name in names):
             raise ValueError(f"fastbert.prepare: skip has {each!r}, which holds none of {names[0]}, {names[1]}, ...")
-    left = [name for name in names if not is_skipped(name, skip)]
+    left = [name for name in linears(model) if not is_skipped(name, skip)]
     if not left:
         raise ValueError(f"fastbert.prepare: skip is {skip}; expected that something is left to prepare")
     for name in left:

@@ -55,12 +55,15 @@ class PreparedLinear(nn.Module):
     def of(cls, linear: nn.Linear, precision: str) -> "PreparedLinear":
         """`linear`, which has been converted to the precision's dtype and is finite."""
         made = cls.empty(linear, precision)
-        if precision in QUANTIZED:
-            weight, factor = quantize_weight(linear.weight, QUANTIZED[precision])
-        else:
-            weight, factor = linear.weight.detach().to(PRECISIONS[precision]), None
-        made.fill(weight, factor, linear.bias)
+        made._fill_from(linear.weight, linear.bias)
         return made
+
+    def _fill_from(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Fills the module from plain tensors that are not quantised yet."""
+        if self.precision in QUANTIZED:
+            self.fill(*quantize_weight(weight, QUANTIZED[self.precision]), bias)
+        else:
+            self.fill(weight.detach().to(PRECISIONS[self.precision]), None, bias)
 
     def fill(self, weight: Tensor, factor: Tensor | None, bias: Tensor | None) -> None:
         """Packs a plain weight (out_features, in_features), an int8 one with its factor (out_features,). bias: zeros
@@ -171,6 +174,31 @@ class PreparedLinear(nn.Module):
     def _apply(self, convert: Any, recurse: bool = True) -> "PreparedLinear":
         check_conversion(convert, PRECISIONS[self.precision], "cpu", "cpu")
         return self
+
+
+class TiedLinear(PreparedLinear):
+    """A prepared dense layer whose plain weight and bias are another module's. It is made anew when a file is loaded,
+    so it has no entries in state dicts and no numbers that count."""
+
+    @classmethod
+    def of_weight(cls, weight: Tensor, bias: Tensor, precision: str) -> "TiedLinear":
+        made = cls(weight.shape[1], weight.shape[0], precision)
+        made._fill_from(weight, bias)
+        return made
+
+    def largest(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """(T, in_features) to the largest results over the tokens of each sequence, (B, out_features)."""
+        x = x if self.precision == "int8" else x.to(self.dtype)
+        return ops.packed_linear_max(x, self.weight, self.scale, self.bias, self.out_features, cu_seqlens)
+
+    def numbers(self) -> int:
+        return 0
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        pass
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        pass
 
 
 class ScaledLinear(PreparedLinear):
@@ -288,11 +316,14 @@ class Frozen:
         return done
 
 
-def freeze(model: nn.Module, precision: str) -> nn.Module:
+def freeze(model: nn.Module, precision: str, skip: tuple[str, ...]) -> nn.Module:
     """The model without gradients and without dropout. Methods that would change its weights, or write files that
     transformers cannot read, now raise."""
     model.requires_grad_(False)
     join(model)
+    for name, module in tied(model).items():
+        if precision != "fp8" and not is_skipped(name, skip):
+            module.pack_vocabulary(precision)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the mode of a single part can still be changed
@@ -350,6 +381,12 @@ def linears(model: nn.Module) -> Iterator[str]:
                 yield f"{prefix}{family.projection}"
 
 
+def tied(model: nn.Module) -> dict[str, nn.Module]:
+    """The tied layers that `freeze` makes, by name, with the module that makes them."""
+    owners = {name: module for name, module in model.named_modules() if hasattr(module, "pack_vocabulary")}
+    return {f"{name}.vocabulary" if name else "vocabulary": module for name, module in owners.items()}
+
+
 def is_skipped(name: str, skip: tuple[str, ...]) -> bool:
     """Whether `skip` has this part or a module that contains it. Names without the base model's prefix count too."""
     bare = name.removeprefix("bert.")
@@ -384,9 +421,10 @@ def without_entries(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name not in (CONFIG_ENTRY, "quantization_config")}
 
 
-def outline(model: nn.Module, config: "BertConfig") -> str | None:
+def outline(model: nn.Module, config: "BertConfig") -> tuple[str, tuple[str, ...]] | None:
     """If the configuration is that of a prepared model, puts modules without weights in place of its dense layers, to
-    be filled from a state dict. Returns the precision, or None. Raises ValueError for an entry that makes no sense."""
+    be filled from a state dict. Returns the precision and the names that were skipped, or None. Raises ValueError for
+    an entry that makes no sense."""
     entry = config.extra.get(CONFIG_ENTRY)
     if entry is None:
         return None
@@ -395,4 +433,4 @@ def outline(model: nn.Module, config: "BertConfig") -> str | None:
         expected = f"a precision of {', '.join(PRECISIONS)} and a list `skip` of names"
         raise ValueError(f"config.json: {CONFIG_ENTRY} is {entry!r}; expected {expected}")
     replace(model, tuple(skip), lambda _, part: PreparedLinear.empty(part, precision))
-    return precision
+    return precision, tuple(skip)

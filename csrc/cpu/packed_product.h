@@ -137,8 +137,7 @@ inline void check_packed(const Tensor& x, const Packed& p) {
   if (p.bias) check_dtype("packed_linear", "bias", *p.bias, ScalarType::Float);
 }
 
-// A product of rows x with `factor`. y: (rows, channels), whose rows may lie apart. It has x's type, or beside int8
-// weights any that PackedLinear takes.
+// A product of rows x with `factor`. y: (rows, channels), of any type that PackedLinear takes; its rows may lie apart.
 struct Product {
   Tensor y;
   Packed factor;

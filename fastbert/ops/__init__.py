@@ -9,7 +9,14 @@ from fastbert.ops.encoder_layer import after_attention, after_attention_ref, enc
 from fastbert.ops.layer_norm import add_layer_norm, add_layer_norm_ref, layer_norm, layer_norm_ref
 from fastbert.ops.linear import linear
 from fastbert.ops.linear_max import linear_max, linear_max_ref
-from fastbert.ops.packed_linear import pack_weight, packed_linear, packed_linear_ref, unpack_weight
+from fastbert.ops.packed_linear import (
+    pack_weight,
+    packed_linear,
+    packed_linear_max,
+    packed_linear_max_ref,
+    packed_linear_ref,
+    unpack_weight,
+)
 from fastbert.ops.padding import pack, pack_ref, unpack, unpack_ref
 from fastbert.ops.relative_attention import relative_attention, relative_attention_ref
 from fastbert.ops.scaled_linear import scaled_linear, scaled_linear_ref
@@ -42,6 +49,8 @@ __all__ = [
     "pack_ref",
     "pack_weight",
     "packed_linear",
+    "packed_linear_max",
+    "packed_linear_max_ref",
     "packed_linear_ref",
     "qkv_attention",
     "relative_attention",

@@ -86,6 +86,12 @@ def packed_linear_ref(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, approximate: str | None = None
 ) -> Tensor:
     """`packed_linear` in plain PyTorch."""
+    y = _unrounded(x, weight, scale, bias, channels)
+    return (y if approximate is None else F.gelu(y, approximate=approximate)).to(x.dtype)
+
+
+def _unrounded(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
+    """The product, with its bias, in float32."""
     plain = unpack_weight(weight, channels, x.shape[-1])
     if scale is None:
         y = F.linear(x.float(), plain.float())
@@ -93,8 +99,18 @@ def packed_linear_ref(
         rows, factor = quantize_rows(x)
         sums = rows.double() @ plain.double().T  # exact
         y = sums.float() * (scale[0] * factor)
-    y = y if bias is None else y + bias
-    return (y if approximate is None else F.gelu(y, approximate=approximate)).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def packed_linear_max_ref(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, cu_seqlens: Tensor
+) -> Tensor:
+    """`packed_linear_max` in plain PyTorch. It holds the logits of all tokens."""
+    logits = _unrounded(x, weight, scale, bias, channels)
+    empty = logits.new_full((channels,), -torch.inf)
+    texts = logits.split(cu_seqlens.diff().tolist()) if cu_seqlens.shape[0] > 1 else ()
+    tops = [text.max(0).values if len(text) else empty for text in texts]
+    return torch.stack(tops).to(x.dtype) if tops else x.new_empty(0, channels)
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
@@ -130,7 +146,19 @@ FWD = Primitive(
 )
 
 
-# ---- the op
+def _forward_max(x, weight, scale, bias, channels, cu_seqlens):
+    return packed_linear_max_ref(x, weight, scale, bias, channels, cu_seqlens)
+
+
+FWD_MAX = Primitive(
+    "packed_linear_max_fwd",
+    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, SymInt channels, Tensor cu_seqlens) -> Tensor",
+    lambda x, weight, scale, bias, channels, cu_seqlens: x.new_empty(cu_seqlens.shape[0] - 1, channels),
+    _forward_max,
+)
+
+
+# ---- the ops
 
 
 def packed_linear(
@@ -157,6 +185,30 @@ def packed_linear(
     refuse_gradients("packed_linear", x, weight, scale, bias)
     backend = backends.choose("packed_linear", x.device.type, x.dtype, backward=False)
     return FWD(backend, x, weight, scale, bias, channels, approximate or "")
+
+
+def packed_linear_max(
+    x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, cu_seqlens: Tensor
+) -> Tensor:
+    """`linear_max` with a packed weight: the largest result of each channel over the tokens of each sequence.
+
+    x: (T, K) packed tokens. weight, scale, bias and channels as in `packed_linear`. cu_seqlens: (B + 1,) int32. Returns
+    (B, C) in x's dtype; -inf for an empty sequence. Results are compared in float32, before they are rounded; a NaN
+    counts as the largest. It has no backward. Raises what `packed_linear` raises, and ValueError for cu_seqlens (its
+    values on a CPU or under FASTBERT_CHECK=1).
+
+    Equivalent to::
+
+        torch.stack([F.linear(text, weight, bias).max(0).values for text in x.split(lengths)])
+    """
+    op = "packed_linear_max"
+    check_dense(op, x, weight, scale, bias, channels)
+    checks.shape(op, "x", x, (None, None), "(T, K)")
+    checks.sequences(op, cu_seqlens, x.shape[0], x.shape[0])
+    checks.same_device(op, {"x": x, "cu_seqlens": cu_seqlens})
+    refuse_gradients(op, x, weight, scale, bias)
+    backend = backends.choose("packed_linear", x.device.type, x.dtype, backward=False)
+    return FWD_MAX(backend, x, weight, scale, bias, channels, cu_seqlens)
 
 
 def refuse_gradients(op: str, *tensors: Tensor | None) -> None:

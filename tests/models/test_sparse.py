@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import shutil
 
 import pytest
@@ -229,9 +230,11 @@ def test_accelerated_sentence_transformers(tmp_path, encoder):
     assert torch.equal(model.encode(TEXTS).to_dense(), contender)
 
 
+needs_packed = pytest.mark.skipif(backends._cpu_problem() is not None, reason=str(backends._cpu_problem()))
+
+
+@needs_packed
 def test_prepared(tmp_path, encoder):
-    if reason := backends.why_not("cpu", "packed_linear", "cpu", torch.float32):
-        pytest.skip(reason)
     encoder.save_pretrained(tmp_path)
     found = SparseEncoder.from_pretrained(tmp_path, precision="fp32")
     found.save_pretrained(tmp_path / "again")
@@ -239,6 +242,32 @@ def test_prepared(tmp_path, encoder):
     truth = SparseEncoder.from_pretrained(tmp_path, dtype=torch.float64).encode(TEXTS).to_dense()
     for one in (found, again):
         assert_like(one.encode(TEXTS).to_dense(), truth, encoder.encode(TEXTS).to_dense())
+
+
+@needs_packed
+def test_the_product_with_the_vocabulary_is_prepared_in_int8(tmp_path, encoder):
+    model, runs = encoder.model, lambda: backends.calls().get(("packed_linear_max_fwd", "cpu"), 0)
+    prepared, kept = fastbert.prepare(model, "int8"), fastbert.prepare(model, "int8", skip="vocabulary")
+    plain, before = encoder.encode(TEXTS).to_dense(), runs()
+    vectors = SparseEncoder(prepared, encoder.tokenizer).encode(TEXTS).to_dense()
+    assert runs() > before and kept.vocabulary is None
+    assert (torch.cosine_similarity(vectors, plain) > 0.99).all()
+    assert prepared.num_parameters() == model.num_parameters()
+    assert not any("vocabulary" in name for name in prepared.state_dict())
+    prepared.save_pretrained(tmp_path / "int8")
+    kept.save_pretrained(tmp_path / "kept")
+    again = BertForSparseEmbedding.from_pretrained(tmp_path / "int8")
+    for copied in (again, copy.deepcopy(prepared), pickle.loads(pickle.dumps(prepared))):
+        assert torch.equal(SparseEncoder(copied, encoder.tokenizer).encode(TEXTS).to_dense(), vectors)
+    assert BertForSparseEmbedding.from_pretrained(tmp_path / "kept").vocabulary is None
+    assert fastbert.BertForMaskedLM.from_pretrained(tmp_path / "int8").cls.predictions.bias.dtype == torch.float32
+
+
+@needs_packed
+def test_a_prepared_product_with_the_vocabulary_compiles(encoder):
+    prepared, ids = fastbert.prepare(encoder.model, "int8"), torch.randint(5, 90, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(torch.compile(prepared, backend="aot_eager")(ids), prepared(ids))
 
 
 # ---- refused

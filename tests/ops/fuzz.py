@@ -120,6 +120,10 @@ def right_call(name: str, n: Sizes) -> list:
     if op == "packed_linear":
         weight, scale = packed(n, n.K, n.C)
         return [x.to(packable(n)), weight, scale, normal(torch.float32, n.K), n.K, ("", "none", "tanh")[n.H % 3]]
+    if op == "packed_linear_max":
+        weight, scale = packed(n, n.K, n.C)
+        ends = torch.tensor([0, n.T // 3, n.T // 3, n.T], dtype=torch.int32)
+        return [x.to(packable(n)), weight, scale, normal(torch.float32, n.K), n.K, ends]
     if op == "packed_layer":
         return right_packed_layer(n, x.to(packable(n)), ends=torch.tensor([0, n.T // 3, n.T], dtype=torch.int32))
     if op == "encoder_layer":

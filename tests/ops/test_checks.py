@@ -32,6 +32,8 @@ ANY_ROWS |= {(f"{op}_fwd", "x") for op in ("linear", "packed_linear", "dense_gel
     ("encoder_layer_fwd", "hidden"),
     ("packed_layer_fwd", "hidden"),
     ("packed_layer_fwd", "cu_seqlens"),
+    ("packed_linear_max_fwd", "x"),
+    ("packed_linear_max_fwd", "cu_seqlens"),
     ("linear_max_fwd", "x"),
     ("linear_max_fwd", "cu_seqlens"),
     ("linear_max_bwd", "x"),

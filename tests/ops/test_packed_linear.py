@@ -15,7 +15,7 @@ from test_relative_attention import SLOTS
 import fastbert
 from fastbert import backends, ops, testing
 from fastbert.ops import packed_layer
-from fastbert.ops.packed_linear import FWD, layout, quantize_weight, with_sums
+from fastbert.ops.packed_linear import FWD, FWD_MAX, layout, quantize_weight, with_sums
 
 FLOATS = (torch.float32, torch.bfloat16)  # dtypes of weights
 OF_X = (*FLOATS, torch.float16)  # dtypes of x beside int8 weights
@@ -518,6 +518,70 @@ def test_the_operator_is_what_its_schema_and_its_fake_say(kind):
     for given in (x, testing.strided(x), x.view(1, 5, 1, 7)):
         call = given, *rest, "none"
         torch.library.opcheck(FWD.operator("cpu"), call, test_utils=("test_schema", "test_faketensor"))
+
+
+# ---- packed_linear_max
+
+MAXIMA = {  # lengths of sequences, K and C
+    "few tokens, many channels": ((3, 0, 13), 64, 5000),
+    "some channels at a time": ((700, 0, 1, 399), 70, 700),
+    "no sequence": ((), 7, 11),
+    "no token": ((0, 0), 7, 11),
+    "no channel": ((2, 3), 7, 0),
+}
+
+
+def _maxima_call(kind, lengths, inner, channels):
+    """The arguments of packed_linear_max. NaN, infinities, and equal rows are among the tokens."""
+    weight, bias, tokens = torch.randn(channels, inner), torch.randn(channels), sum(lengths)
+    x, scale = torch.randn(tokens, inner), None
+    if tokens > 100:
+        x[3, 5], x[-2], x[tokens // 2] = torch.nan, x[-1], torch.inf
+    if kind == "int8":
+        weight, factor = quantize_weight(weight)
+        scale = with_sums(factor, weight)
+    else:
+        x, weight = x.to(getattr(torch, kind)), weight.to(getattr(torch, kind))
+    ends = torch.tensor((0, *lengths)).cumsum(0).to(torch.int32)
+    return x, ops.pack_weight(weight), scale, bias, channels, ends
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", MAXIMA.values(), ids=MAXIMA)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
+def test_the_maxima_are_those_of_the_product(kind, case):
+    *call, ends = _maxima_call(kind, *case)
+    logits = on_cpu(ops.packed_linear, *call)
+    empty = logits.new_full((call[-1],), -torch.inf)
+    texts = logits.split(ends.diff().tolist()) if len(ends) > 1 else ()
+    truth = [text.max(0).values if len(text) else empty for text in texts]
+    found = on_cpu(ops.packed_linear_max, *call, ends)
+    assert found.dtype == call[0].dtype and found.shape == (len(ends) - 1, call[-1])
+    assert not truth or torch.equal(found.nan_to_num(nan=1e9), torch.stack(truth).nan_to_num(nan=1e9))
+    plain = ops.packed_linear_max_ref(*call, ends)
+    assert torch.equal(found.isnan(), plain.isnan())
+    if kind == "int8":
+        assert torch.equal(found.nan_to_num(), plain.nan_to_num())
+    assert_same_bits_for_any_number_of_threads(lambda: [ops.packed_linear_max(*call, ends).nan_to_num(nan=1e9)])
+    for given in (call[0], testing.strided(call[0])):
+        given = given, *call[1:], ends
+        torch.library.opcheck(FWD_MAX.operator("cpu"), given, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": X[None]}, ValueError, r"x has shape \(1, 5, 7\); expected \(T, K\)"),
+        ({"cu_seqlens": torch.tensor([0, 4], dtype=torch.int32)}, ValueError, "cu_seqlens ends at 4; expected .* 5"),
+        ({"cu_seqlens": torch.tensor([0, 5])}, TypeError, "cu_seqlens is torch.int64"),
+        ({"bias": BIAS.bfloat16()}, TypeError, "bias is torch.bfloat16; expected torch.float32"),
+        ({"x": X.clone().requires_grad_()}, RuntimeError, "prepared weights are for inference"),
+    ],
+)
+def test_bad_input_for_the_maxima(change, error, words):
+    call = _operator_call("float32") | {"cu_seqlens": torch.tensor([0, 5], dtype=torch.int32)} | change
+    with pytest.raises(error, match=f"packed_linear_max: {words}"):
+        ops.packed_linear_max(**call)
 
 
 # ---- packed_layer

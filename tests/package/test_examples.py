@@ -208,7 +208,7 @@ def test_comparison_in_one_step(run, tmp_path, capsys):
     agree, learned = (all(found[what] for found in tasks.values()) for what in ("agree", "learned"))
     assert status == 1 and not learned and "NOT LEARNED" in output and ("TOO FAR" in output) == (not agree)
     for found in tasks.values():
-        assert [result["seed"] for result in found["seeds"]] == [0, 1]
+        assert [result["seed"] for result in found["seeds"]][:2] == [0, 1]
         for result in found["seeds"]:
             # After one step from the same weights on the same batch, losses differ by dropout, and for answers also by
             # padding, which is part of the softmax in transformers.

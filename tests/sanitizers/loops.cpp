@@ -738,6 +738,19 @@ void check_linear_max(int64_t rows, int64_t inner, int64_t classes, DType dtype)
   });
 }
 
+void check_maxima(int64_t rows, int64_t columns, DType dtype) {
+  const Bytes logits = values(rows * columns, DType::f32);
+  const std::vector<int64_t> bounds{0, 1, 1, rows};
+  const int64_t sequences = int64_t(bounds.size()) - 1;
+  same(name("maxima_of_logits", columns, dtype, ""), [&](int threads) {
+    Bytes y = filled(sequences * columns, dtype, threads);
+    const cpu::Maxima op{
+        reinterpret_cast<const float*>(logits.data()), bounds.data(), y.data(), columns, columns, sequences, dtype};
+    in_threads(threads, columns, [&](int64_t begin, int64_t end) { loops::maxima_of_logits(op, begin, end); });
+    return Results{y};
+  });
+}
+
 // ---- teams
 
 // A program of short loops, each of which reads what other members wrote in the one before. The last `late` members
@@ -855,6 +868,8 @@ void check_all() {
     check_cross_entropy(2, 0, 5, dtype);
     for (const int64_t inner : {9, 10}) check_linear_max(kRows, inner, 300, dtype);
     check_linear_max(146, 600, 33, dtype);
+    for (const int64_t columns : {1, 9, 300})
+      if (dtype != DType::f64) check_maxima(kRows, columns, dtype);
     for (const int64_t C : kSizes) {
       for (const bool flag : {false, true})
         for (const bool tanh : {false, true}) check_bias_gelu(C, dtype, flag, tanh);

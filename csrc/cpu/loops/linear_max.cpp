@@ -11,7 +11,8 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kTerms = 64;  // terms of a gradient in one chain of sums
+constexpr int64_t kTerms = 64;         // terms of a gradient in one chain of sums
+constexpr int64_t kMostColumns = 512;  // of logits in memory
 
 template <class M>
 using vplaces = decltype(vec<M>{} <= vec<M>{});  // a vector of as many integers of the same size
@@ -78,6 +79,26 @@ void forward(const LinearMax& op, int64_t steps, int64_t first, int64_t classes,
       step(row - begin, row, columns, scratch);
     }
     finish<T>(op, sequence, first, classes, scratch);
+  }
+}
+
+// ---- the maxima of logits in memory
+
+// The larger of two numbers; a NaN is larger than any.
+inline vfloat larger(vfloat a, vfloat b) { return ~(b <= a) & (a == a) ? b : a; }
+
+template <class T>
+void maxima(const Maxima& op, int64_t first, int64_t end) {
+  float best[kMostColumns];
+  for (int64_t sequence = 0; sequence < op.sequences; ++sequence) {
+    for (int64_t i = 0; i < end - first; ++i) best[i] = -__builtin_inff();
+    for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
+      const float* const logits = op.logits + row * op.stride + first;
+      for_vectors<float>(
+          end - first, [&](int64_t i, auto n) { store(larger(load(best + i, n), load(logits + i, n)), best + i, n); });
+    }
+    T* const y = static_cast<T*>(op.y) + sequence * op.classes + first;
+    for_vectors<float>(end - first, [&](int64_t i, auto n) { store(load(best + i, n), y + i, n); });
   }
 }
 
@@ -175,6 +196,10 @@ void linear_max_fwd(const LinearMax& op, int64_t first, int64_t end, void* scrat
   for_factors(op.dtype, op.inner, [&](int64_t steps, auto element, auto x, auto weight) {
     forward<decltype(element), decltype(x), decltype(weight)>(op, steps, first, end - first, scratch);
   });
+}
+
+void maxima_of_logits(const Maxima& op, int64_t first, int64_t end) {
+  for_dtype_up_to_f32(op.dtype, [&](auto element) { maxima<decltype(element)>(op, first, end); });
 }
 
 void linear_max_group(const LinearMaxGradients& op, int64_t* starts, int64_t* entries) {
