@@ -139,7 +139,7 @@ def by_id(x: Tensor, ids: Tensor, like: Tensor, skipped: int, factors: Tensor | 
     ordered, order = torch.sort(ids.flatten().clamp(0, max(len(like) - 1, skipped)), stable=True)
     places, config = len(order), pick(BY_ID, x.device, channels)
     chunks, across = triton.cdiv(places, config.tiles["CHUNK"]), triton.cdiv(channels, config.tiles["COLUMNS"])
-    heads, sizes = torch.empty(chunks, channels, device=x.device), (places, channels, rows, skipped)
+    heads, sizes = x.new_empty((chunks, channels), dtype=torch.float32), (places, channels, rows, skipped)
     firsts = None
     if places > len(like):
         firsts = torch.searchsorted(ordered, torch.arange(len(like), device=x.device, dtype=ordered.dtype))
