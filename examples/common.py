@@ -14,6 +14,7 @@ import json
 import platform
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -194,6 +195,21 @@ def difference(scores: dict[str, list[float]]) -> tuple[float, float]:
     """How far the means of two libraries are apart, and the standard error of that."""
     differences = [ours - theirs for ours, theirs in zip(*scores.values(), strict=True)]
     return abs(mean(differences)), stdev(differences) / len(differences) ** 0.5
+
+
+def scores_of(results: list[dict], names: tuple[str, str]) -> dict[str, dict[str, list[float]]]:
+    """The scores of two libraries for each seed, by the kind of score."""
+    kinds = results[0][names[0]]["scores"]
+    return {kind: {name: [result[name]["scores"][kind] for result in results] for name in names} for kind in kinds}
+
+
+def enough_seeds(run: Callable[[int], dict], names: tuple[str, str], seeds: int, margin: float) -> list[dict]:
+    """run(seed) for so many seeds, and for up to as many more while a score is too noisy to tell (`agreement`)."""
+    results = []
+    for seed in range(2 * seeds):
+        if seed < seeds or any(difference(both)[1] > margin / 2 for both in scores_of(results, names).values()):
+            results.append(run(seed))
+    return results
 
 
 def write_json(path: Path, found: dict) -> None:

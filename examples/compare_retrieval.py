@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from common import Run, agreement, endless, train, writable, write_json
+from common import Run, agreement, endless, scores_of, train, writable, write_json
 from retrieval_pairs import KINDS, Pairs, by_vectors, by_words, parts
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
@@ -78,8 +78,7 @@ def trained(data: ContrastiveDataset, held_out: dict[str, Pairs], seed: int, ste
 def verdict(before: dict, words: dict, results: list[dict]) -> dict:
     """Prints and returns the results of the seeds, and whether they prove the example's point."""
     found, proved = {}, True
-    for kind in KINDS:
-        both = {name: [result[name]["scores"][kind] for result in results] for name in NAMES}
+    for kind, both in scores_of(results, NAMES).items():
         found[kind] = {"before": before[kind], "BM25": words[kind], **agreement(f"{kind}, nDCG@10", both, MARGIN)}
         gain = min(both["fastbert"]) - before[kind]
         print(f"  before {before[kind]:.3f}, BM25 {words[kind]:.3f}; the worst seed gained {gain:.3f}, {GAIN} expected")

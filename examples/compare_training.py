@@ -19,7 +19,7 @@ from statistics import mean
 
 import torch
 import transformers
-from common import Run, agreement, difference, endless, train, writable, write_json
+from common import Run, agreement, endless, enough_seeds, scores_of, train, writable, write_json
 from compare_tasks import Task, answers, classes, tags
 
 import fastbert
@@ -74,15 +74,9 @@ def fine_tune(task: Task, seed: int, steps: int, output: Path) -> dict:
     return result
 
 
-def scores_of(results: list[dict]) -> dict[str, dict[str, list[float]]]:
-    """The scores of both libraries for each seed, by the score's name."""
-    kinds = results[0]["fastbert"]["scores"]
-    return {kind: {name: [result[name]["scores"][kind] for result in results] for name in NAMES} for kind in kinds}
-
-
 def verdict(task: str, results: list[dict]) -> dict:
     """Prints and returns the results of the seeds: the means of each score, and whether all agree and show learning."""
-    found = {kind: agreement(f"{task}, {kind}", both, MARGIN) for kind, both in scores_of(results).items()}
+    found = {kind: agreement(f"{task}, {kind}", both, MARGIN) for kind, both in scores_of(results, NAMES).items()}
     agree = all([score.pop("agree") for score in found.values()])
     learned = min(score[name] for score in found.values() for name in NAMES) >= LEARNED
     speed = {name: mean(result[name]["tokens_per_second"] for result in results) for name in NAMES}
@@ -110,10 +104,8 @@ def main() -> int:
     for name in args.tasks:
         task = TASKS[name]()
         steps = args.steps or task.steps
-        results = []
-        for seed in range(2 * args.seeds):
-            if seed < args.seeds or any(difference(both)[1] > MARGIN / 2 for both in scores_of(results).values()):
-                results.append(fine_tune(task, seed, steps, args.output / name))
+        run = functools.partial(fine_tune, task, steps=steps, output=args.output / name)
+        results = enough_seeds(run, NAMES, args.seeds, MARGIN)
         found[name] = {"steps": steps, **verdict(name, results)}
     if args.json:
         write_json(args.json, found)

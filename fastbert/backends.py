@@ -670,6 +670,7 @@ def _instructions() -> str:
 # op -> its primitives, forward and backward, where their names are not the op's
 _COUNTED = {
     "padding": (["padding_pack"], ["padding_unpack"]),
+    "packed_linear": (["packed_linear_fwd", "packed_linear_max_fwd"], []),
     "scaled_linear": (["scaled_rows_fwd", "scaled_layer_norm_fwd"], []),
 }
 
