@@ -78,7 +78,8 @@ def trained(data: ContrastiveDataset, held_out: dict[str, Pairs], seed: int, ste
 def verdict(before: dict, words: dict, results: list[dict]) -> dict:
     """Prints and returns the results of the seeds, and whether they prove the example's point."""
     found, proved = {}, True
-    for kind, both in scores_of(results, NAMES).items():
+    for kind in KINDS:
+        both = scores_of(results, NAMES)[kind]
         found[kind] = {"before": before[kind], "BM25": words[kind], **agreement(f"{kind}, nDCG@10", both, MARGIN)}
         gain = min(both["fastbert"]) - before[kind]
         print(f"  before {before[kind]:.3f}, BM25 {words[kind]:.3f}; the worst seed gained {gain:.3f}, {GAIN} expected")
