@@ -32,6 +32,8 @@ struct LinearMaxGradients {
   DType dtype;
 };
 
+constexpr int64_t kMaximaColumns = 128;
+
 // Logits that are in memory. Their rows are `stride` floats apart, those of y `classes` elements.
 struct Maxima {
   const float* logits;
@@ -42,7 +44,7 @@ struct Maxima {
 };
 
 FB_FOR_EACH_ISA_AND_TILES(
-    // The maxima of columns `first` to `end`, at most 512 of them; y and logits begin at the same class.
+    // The maxima of columns `first` to `end`, at most kMaximaColumns; y and logits begin at the same class.
     void maxima_of_logits(const Maxima& op, int64_t first, int64_t end);
     bool linear_max_takes_pairs(DType dtype, int64_t inner);
     // The most classes of a task of the forward, and the bytes of its scratch.

@@ -93,7 +93,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--steps", type=int, help="of each training, instead of the task's own number")
-    parser.add_argument("--seeds", type=int, default=3, help="at least 2: they say how far chance leads")
+    parser.add_argument(
+        "--seeds", type=int, default=3, help="at least 2: they say how far chance leads; then up to as many more"
+    )
     parser.add_argument("--output", type=Path, default=Path("build/examples"), help="for a model of each")
     parser.add_argument("--json", type=writable, help="where to write what was measured")
     args = parser.parse_args()

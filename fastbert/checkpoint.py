@@ -267,7 +267,10 @@ class Checkpoint:
         except RuntimeError as error:
             raise RuntimeError(f"{self.directory}: {error}") from None
         model = model.to(device, dtype).eval()
-        return prepared.freeze(model, precision, skip) if precision else model
+        try:
+            return prepared.freeze(model, precision, skip) if precision else model
+        except ValueError as error:
+            raise ValueError(f"{self.directory}: {error}") from None
 
     def _home(self, precision: str) -> torch.device:
         try:

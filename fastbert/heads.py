@@ -446,7 +446,13 @@ class BertForSparseEmbedding(_MaskedLM):
 
     def pack_vocabulary(self, precision: str) -> None:
         """Packs the word embeddings once more, as the weight of the product with the vocabulary; for `prepare`."""
-        self.vocabulary = TiedLinear.of_weight(self.get_input_embeddings().weight, self.cls.predictions.bias, precision)
+        self.vocabulary = TiedLinear.to_weight(self.get_input_embeddings().weight, self.cls.predictions.bias, precision)
+
+    def resize_token_embeddings(self, vocab_size: int) -> nn.Embedding:
+        words = super().resize_token_embeddings(vocab_size)
+        if self.vocabulary is not None:
+            self.pack_vocabulary(self.vocabulary.precision)
+        return words
 
     def forward(
         self,

@@ -85,7 +85,7 @@ def check_names(model: nn.Module, precision: str, skip: Iterable[str]) -> tuple[
             raise ValueError(f"fastbert.prepare: skip has {each!r}, which holds none of {names[0]}, {names[1]}, ...")
     left = [name for name in linears(model) if not is_skipped(name, skip)]
     if not left:
-        raise ValueError(f"fastbert.prepare: skip is {skip}; expected that something is left to prepare")
+        raise ValueError(f"fastbert.prepare: skip is {skip}; expected that a dense layer is left to prepare")
     for name in left:
         part = _find(model, name)
         if part is None or not is_plain(part, nn.Linear):

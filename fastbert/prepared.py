@@ -177,13 +177,16 @@ class PreparedLinear(nn.Module):
 
 
 class TiedLinear(PreparedLinear):
-    """A prepared dense layer whose plain weight and bias are another module's. It is made anew when a file is loaded,
-    so it has no entries in state dicts and no numbers that count."""
+    """A prepared dense layer whose plain weight and bias are another module's, and stay its. It is made anew from them
+    when a file is loaded or a copy is made, so it has no entries in state dicts and no numbers that count."""
+
+    tied: tuple[Tensor, Tensor]
 
     @classmethod
-    def of_weight(cls, weight: Tensor, bias: Tensor, precision: str) -> "TiedLinear":
+    def to_weight(cls, weight: Tensor, bias: Tensor, precision: str) -> "TiedLinear":
         made = cls(weight.shape[1], weight.shape[0], precision)
-        made._fill_from(weight, bias)
+        made.tied = weight, bias
+        made._fill_from(weight, bias.detach().clone())
         return made
 
     def largest(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
@@ -198,7 +201,14 @@ class TiedLinear(PreparedLinear):
         pass
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        pass
+        raise _frozen("load_state_dict")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"weight": None, "scale": None, "bias": None, "kept": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        self._fill_from(self.tied[0], self.tied[1].detach().clone())
 
 
 class ScaledLinear(PreparedLinear):
@@ -318,11 +328,13 @@ class Frozen:
 
 def freeze(model: nn.Module, precision: str, skip: tuple[str, ...]) -> nn.Module:
     """The model without gradients and without dropout. Methods that would change its weights, or write files that
-    transformers cannot read, now raise."""
+    transformers cannot read, now raise. Raises ValueError for a vocabulary that cannot be quantised."""
     model.requires_grad_(False)
     join(model)
     for name, module in tied(model).items():
         if precision != "fp8" and not is_skipped(name, skip):
+            if precision in QUANTIZED and not module.get_input_embeddings().weight.isfinite().all():
+                raise ValueError(f"fastbert.prepare: {name} has numbers that are not finite in {precision}")
             module.pack_vocabulary(precision)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -383,7 +395,7 @@ def linears(model: nn.Module) -> Iterator[str]:
 
 def tied(model: nn.Module) -> dict[str, nn.Module]:
     """The tied layers that `freeze` makes, by name, with the module that makes them."""
-    owners = {name: module for name, module in model.named_modules() if hasattr(module, "pack_vocabulary")}
+    owners = {name: module for name, module in model.named_modules() if hasattr(type(module), "pack_vocabulary")}
     return {f"{name}.vocabulary" if name else "vocabulary": module for name, module in owners.items()}
 
 

@@ -55,7 +55,8 @@ struct Batch {
 
   // A head as large as that of any task, for the size of rooms.
   cpu::AttentionHead largest() const {
-    return {nullptr, nullptr, nullptr, 0, longest, D, scale, 0, 0, drop, dtype, positions.empty() ? nullptr : positions.data()};
+    return {nullptr, nullptr, nullptr, 0,    longest, D,
+            scale,   0,       0,       drop, dtype,   positions.empty() ? nullptr : positions.data()};
   }
 
   // Calls f(head, task, part, room) in all threads, for each of the `parts` parts of each task. room_of returns the

@@ -36,7 +36,7 @@ Packed part_of(const Packed& p, int64_t first, int64_t end) {
 // Some channels at a time: their logits for all rows, then the maxima, while the logits are in the caches.
 Tensor packed_linear_max_fwd_cpu(const Tensor& x, const Tensor& weight, const OptionalTensor& scale,
                                  const OptionalTensor& bias, int64_t channels, const Tensor& cu_seqlens) {
-  constexpr int64_t kLogits = 1 << 17, kFewest = 256, kColumns = 128;  // logits of a thread; channels; of a task
+  constexpr int64_t kLogits = 1 << 17, kFewest = 256, kColumns = cpu::kMaximaColumns;  // logits of a thread; channels
   const NoGrad guard;
   const Packed p{weight, scale, bias, channels};
   check_packed(x, p);

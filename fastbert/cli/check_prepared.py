@@ -188,7 +188,8 @@ class Models(NamedTuple):
     @property
     def packed(self) -> dict[str, PreparedLinear]:
         """The layers that are prepared, by name."""
-        return {name: module for name, module in self.prepared.named_modules() if isinstance(module, PreparedLinear)}
+        modules = self.prepared.named_modules()
+        return {name: module for name, module in modules if isinstance(module, PreparedLinear) and module.numbers()}
 
     @torch.inference_mode()
     def layers(self, sample: Sample) -> list[Layer]:

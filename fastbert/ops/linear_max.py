@@ -28,24 +28,30 @@ def linear_max_ref(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: T
     return torch.stack(tops).to(x.dtype)
 
 
-def _chunks(classes: int) -> Iterator[slice]:
+def chunks(classes: int) -> Iterator[slice]:
+    """CHUNK classes at a time."""
     return (slice(first, first + CHUNK) for first in range(0, max(classes, 1), CHUNK))
 
 
 def _forward(x, weight, bias, cu_seqlens, need_rows):
     token = torch.arange(x.shape[0], device=cu_seqlens.device, dtype=torch.int32)
     sequences, parts = sequence_of(token, cu_seqlens), []
-    for chunk in _chunks(weight.shape[0]):
+    for chunk in chunks(weight.shape[0]):
         logits = F.linear(wide(x), wide(weight[chunk]), None if bias is None else wide(bias[chunk]))
         parts.append(_first_maxima(logits, sequences, cu_seqlens.shape[0] - 1))
     y, rows = (torch.cat(part, -1) for part in zip(*parts, strict=True))
     return narrow(y, x.dtype), rows.int() if need_rows else rows.new_empty(0, dtype=torch.int32)
 
 
+def maxima(logits: Tensor, sequences: Tensor, count: int) -> Tensor:
+    """(count + 1, V): the maxima of the tokens of each sequence, and of those outside all. NaN is the largest."""
+    top = logits.new_full((count + 1, logits.shape[1]), -torch.inf)
+    return top.scatter_reduce(0, sequences.unsqueeze(-1).expand_as(logits), logits, "amax")
+
+
 def _first_maxima(logits, sequences, count):
-    """The maxima of each sequence, and the first row of each maximum (or -1). A NaN is larger than any number."""
-    index, tokens = sequences.unsqueeze(-1).expand_as(logits), logits.shape[0]
-    top = logits.new_full((count + 1, logits.shape[1]), -torch.inf).scatter_reduce(0, index, logits, "amax")
+    """The maxima of each sequence, and the first row of each maximum (or -1)."""
+    index, tokens, top = sequences.unsqueeze(-1).expand_as(logits), logits.shape[0], maxima(logits, sequences, count)
     highest = top.gather(0, index)
     highest = (logits == highest) | (logits.isnan() & highest.isnan())
     places = torch.arange(tokens, device=logits.device).unsqueeze(-1)
@@ -57,7 +63,7 @@ def _first_maxima(logits, sequences, count):
 def _backward(dy, x, weight, rows, need_dx, need_dweight):
     tokens, dweight = x.shape[0], []
     target, dx = torch.where(rows < 0, tokens, rows).long(), torch.zeros_like(wide(x)) if need_dx else x.new_empty(0)
-    for chunk in _chunks(weight.shape[0]):
+    for chunk in chunks(weight.shape[0]):
         dlogits = wide(x).new_zeros(tokens + 1, weight[chunk].shape[0])  # the last row is for empty sequences
         dlogits = dlogits.scatter_add_(0, target[:, chunk], wide(dy[:, chunk]))[:tokens]
         if need_dx:

@@ -12,7 +12,9 @@ from torch import Tensor
 from fastbert import backends
 from fastbert.ops import checks
 from fastbert.ops.bias_gelu import check_approximate
+from fastbert.ops.linear_max import chunks, maxima
 from fastbert.ops.op import Primitive, needs_grad
+from fastbert.ops.padding import sequence_of
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.int8)
 _SMALLEST = 2.0**-100  # beside quantised weights, rows of x whose largest magnitude is below this count as zeros
@@ -86,18 +88,22 @@ def packed_linear_ref(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, approximate: str | None = None
 ) -> Tensor:
     """`packed_linear` in plain PyTorch."""
-    y = _unrounded(x, weight, scale, bias, channels)
+    y = _product(_left(x, scale), unpack_weight(weight, channels, x.shape[-1]), scale, bias)
     return (y if approximate is None else F.gelu(y, approximate=approximate)).to(x.dtype)
 
 
-def _unrounded(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int) -> Tensor:
-    """The product, with its bias, in float32."""
-    plain = unpack_weight(weight, channels, x.shape[-1])
+def _left(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows of x as they are multiplied, and beside int8 weights the factor of each."""
+    return (x.float(), None) if scale is None else quantize_rows(x)
+
+
+def _product(left: tuple[Tensor, Tensor | None], weight: Tensor, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """The product with a plain weight, and its bias, in float32."""
+    rows, factor = left
     if scale is None:
-        y = F.linear(x.float(), plain.float())
+        y = F.linear(rows, weight.float())
     else:
-        rows, factor = quantize_rows(x)
-        sums = rows.double() @ plain.double().T  # exact
+        sums = rows.double() @ weight.double().T  # exact
         y = sums.float() * (scale[0] * factor)
     return y if bias is None else y + bias
 
@@ -106,7 +112,7 @@ def packed_linear_max_ref(
     x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, channels: int, cu_seqlens: Tensor
 ) -> Tensor:
     """`packed_linear_max` in plain PyTorch. It holds the logits of all tokens."""
-    logits = _unrounded(x, weight, scale, bias, channels)
+    logits = _product(_left(x, scale), unpack_weight(weight, channels, x.shape[-1]), scale, bias)
     empty = logits.new_full((channels,), -torch.inf)
     texts = logits.split(cu_seqlens.diff().tolist()) if cu_seqlens.shape[0] > 1 else ()
     tops = [text.max(0).values if len(text) else empty for text in texts]
@@ -147,7 +153,14 @@ FWD = Primitive(
 
 
 def _forward_max(x, weight, scale, bias, channels, cu_seqlens):
-    return packed_linear_max_ref(x, weight, scale, bias, channels, cu_seqlens)
+    token = torch.arange(x.shape[0], device=cu_seqlens.device, dtype=torch.int32)
+    sequences, left = sequence_of(token, cu_seqlens), _left(x, scale)
+    plain, parts = unpack_weight(weight, channels, x.shape[-1]), []
+    for chunk in chunks(channels):
+        factors = None if scale is None else scale[:, chunk]
+        logits = _product(left, plain[chunk], factors, None if bias is None else bias[chunk])
+        parts.append(maxima(logits, sequences, cu_seqlens.shape[0] - 1)[:-1])
+    return torch.cat(parts, -1).to(x.dtype)
 
 
 FWD_MAX = Primitive(

@@ -132,8 +132,8 @@ def _sum_runs(
 def by_id(x: Tensor, ids: Tensor, like: Tensor, skipped: int, factors: Tensor | None = None) -> Tensor:
     """The sums of the rows of x, (R, C), with the same id, as a tensor like `like`, (I, C); zeros for other ids.
 
-    ids: R integers, clamped to 0 to I - 1; rows with the id `skipped`, which may be I, are left out. factors: as many
-    numbers as ids, which then may be more than R: the i-th summand is row i % R of x times factors[i].
+    ids: R integers, clamped to 0 to I - 1; rows with the id `skipped` are left out. If that is I, so are larger ids.
+    factors: as many numbers as ids, which then may be more than R: summand i is row i % R of x times factors[i].
     """
     (rows, channels), sums = x.shape, torch.zeros_like(like, memory_format=torch.contiguous_format)
     ordered, order = torch.sort(ids.flatten().clamp(0, max(len(like) - 1, skipped)), stable=True)

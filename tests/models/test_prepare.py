@@ -431,7 +431,7 @@ def with_a_hook(model):
         (lambda m: m.to("meta"), {}, ValueError, "on meta; int8 is for CPUs"),
         (lambda m: fastbert.prepare(m, "fp32"), {}, ValueError, "prepared already"),
         (lambda m: m, {"skip": "encoder.layer.7"}, ValueError, "skip has 'encoder.layer.7', which holds none of"),
-        (lambda m: m, {"skip": ["encoder"]}, ValueError, "something is left"),
+        (lambda m: m, {"skip": ["encoder"]}, ValueError, "a dense layer is left"),
         (without_finite_weights, {}, ValueError, NOT_FINITE),
         (without_finite_weights, {"precision": "fp32"}, ValueError, NOT_FINITE),
         (with_a_bias_beyond_bfloat16, {"precision": "bf16"}, ValueError, NOT_FINITE),

@@ -263,11 +263,39 @@ def test_the_product_with_the_vocabulary_is_prepared_in_int8(tmp_path, encoder):
     assert fastbert.BertForMaskedLM.from_pretrained(tmp_path / "int8").cls.predictions.bias.dtype == torch.float32
 
 
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=needs_packed), "reference"])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_prepared_product_with_the_vocabulary_compiles(encoder, backend, precision):
+    prepared, ids = fastbert.prepare(encoder.model, precision), torch.randint(5, 90, (3, 9))
+    mask = torch.arange(9) < torch.tensor([[9], [4], [0]])
+    with torch.no_grad(), fastbert.backend(backend):
+        eager = prepared(ids, mask)
+        torch.testing.assert_close(torch.compile(prepared, backend="aot_eager")(ids, mask), eager)
+        rows = torch.vmap(lambda ids, mask: prepared(ids[None], mask[None])[0])(ids, mask)
+        torch.testing.assert_close(rows, eager, rtol=0, atol=0.02 if precision == "int8" else 1e-5)
+        program = torch.export.export(prepared, (ids, mask))
+        torch.testing.assert_close(
+            program.module()(ids, mask), eager, rtol=0, atol=0.02 if precision == "int8" else 1e-5
+        )
+
+
 @needs_packed
-def test_a_prepared_product_with_the_vocabulary_compiles(encoder):
+def test_a_prepared_vocabulary_follows_its_words(tmp_path, encoder):
     prepared, ids = fastbert.prepare(encoder.model, "int8"), torch.randint(5, 90, (2, 9))
-    with torch.no_grad():
-        assert torch.equal(torch.compile(prepared, backend="aot_eager")(ids), prepared(ids))
+    prepared.resize_token_embeddings(70)
+    prepared.save_pretrained(tmp_path)
+    again = BertForSparseEmbedding.from_pretrained(tmp_path)
+    assert torch.equal(prepared(ids % 70), again(ids % 70)) and prepared(ids % 70).shape == (2, 70)
+    plain = len(pickle.dumps(fastbert.prepare(encoder.model, "int8", skip="vocabulary")))
+    assert len(pickle.dumps(fastbert.prepare(encoder.model, "int8"))) < plain + 4000  # the words are sent once
+    with pytest.raises(RuntimeError, match="frozen"):
+        prepared.vocabulary.load_state_dict({})
+    wrapped = fastbert.prepare(torch.compile(encoder.model), "int8", skip="_orig_mod.vocabulary")
+    assert wrapped._orig_mod.vocabulary is None
+    broken = copy.deepcopy(encoder.model)
+    broken.get_input_embeddings().weight.data[7, 0] = torch.inf
+    with pytest.raises(ValueError, match="fastbert.prepare: vocabulary has numbers that are not finite in int8"):
+        fastbert.prepare(broken, "int8")
 
 
 # ---- refused

@@ -11,8 +11,7 @@ namespace fastbert::cpu::FB_ISA {
 
 namespace {
 
-constexpr int64_t kTerms = 64;         // terms of a gradient in one chain of sums
-constexpr int64_t kMostColumns = 512;  // of logits in memory
+constexpr int64_t kTerms = 64;  // terms of a gradient in one chain of sums
 
 template <class M>
 using vplaces = decltype(vec<M>{} <= vec<M>{});  // a vector of as many integers of the same size
@@ -89,7 +88,7 @@ inline vfloat larger(vfloat a, vfloat b) { return ~(b <= a) & (a == a) ? b : a; 
 
 template <class T>
 void maxima(const Maxima& op, int64_t first, int64_t end) {
-  float best[kMostColumns];
+  float best[kMaximaColumns];
   for (int64_t sequence = 0; sequence < op.sequences; ++sequence) {
     for (int64_t i = 0; i < end - first; ++i) best[i] = -__builtin_inff();
     for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
