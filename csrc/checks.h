@@ -260,6 +260,7 @@ inline void check_relative_attention(const Tensor& qkv, const Tensor& slots, con
 inline void check_mask(const char* op, const Tensor& mask) {
   FB_CHECK_VALUE(mask.dim() == 2 && type_of(mask) == ScalarType::Bool, op, ": expected (B, S) bool, got ", mask.sizes(),
                  " ", type_of(mask));
+  FB_CHECK_VALUE(mask.numel() <= INT32_MAX, op, ": expected less than 2**31 places, got ", mask.sizes());
 }
 
 // x has at least `dims` dimensions; the first are tokens (dims = 1) or (batch, sequence) (dims = 2).

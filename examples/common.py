@@ -183,7 +183,7 @@ def agreement(what: str, scores: dict[str, list[float]], margin: float) -> dict:
     """
     means = {name: mean(of_seeds) for name, of_seeds in scores.items()}
     apart, error = difference(scores)
-    agree = apart <= margin and error <= margin / 2
+    agree = apart <= margin and not is_noisy(scores, margin)
     spread = max(max(of_seeds) - min(of_seeds) for of_seeds in scores.values())
     shown = (f"{name} {means[name]:.3f} ({min(x):.3f} to {max(x):.3f})" for name, x in scores.items())
     found = f"{apart:.3f} ± {error:.3f} apart, {margin} allowed: {'they agree' if agree else 'TOO FAR, OR TOO NOISY'}"
@@ -197,6 +197,10 @@ def difference(scores: dict[str, list[float]]) -> tuple[float, float]:
     return abs(mean(differences)), stdev(differences) / len(differences) ** 0.5
 
 
+def is_noisy(scores: dict[str, list[float]], margin: float) -> bool:
+    return difference(scores)[1] > margin / 2
+
+
 def scores_of(results: list[dict], names: tuple[str, str]) -> dict[str, dict[str, list[float]]]:
     """The scores of two libraries for each seed, by the kind of score."""
     kinds = results[0][names[0]]["scores"]
@@ -207,7 +211,7 @@ def enough_seeds(run: Callable[[int], dict], names: tuple[str, str], seeds: int,
     """run(seed) for so many seeds, and for up to as many more while a score is too noisy to tell (`agreement`)."""
     results = []
     for seed in range(2 * seeds):
-        if seed < seeds or any(difference(both)[1] > margin / 2 for both in scores_of(results, names).values()):
+        if seed < seeds or any(is_noisy(both, margin) for both in scores_of(results, names).values()):
             results.append(run(seed))
     return results
 

@@ -186,8 +186,12 @@ class TiedLinear(PreparedLinear):
     def to_weight(cls, weight: Tensor, bias: Tensor, precision: str) -> "TiedLinear":
         made = cls(weight.shape[1], weight.shape[0], precision)
         made.tied = weight, bias
-        made._fill_from(weight, bias.detach().clone())
+        made._pack()
         return made
+
+    def _pack(self) -> None:
+        weight, bias = self.tied
+        self._fill_from(weight, bias.detach().clone())
 
     def largest(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """(T, in_features) to the largest results over the tokens of each sequence, (B, out_features)."""
@@ -203,12 +207,12 @@ class TiedLinear(PreparedLinear):
     def _load_from_state_dict(self, *args: Any) -> None:
         raise _frozen("load_state_dict")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"weight": None, "scale": None, "bias": None, "kept": None}
+    def _sent(self) -> None:
+        """Nothing: the tensors are sent with their module."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)
-        self._fill_from(self.tied[0], self.tied[1].detach().clone())
+        super().__setstate__(state)
+        self._pack()
 
 
 class ScaledLinear(PreparedLinear):

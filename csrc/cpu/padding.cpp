@@ -17,7 +17,6 @@ namespace {
 // between tokens.
 std::tuple<Tensor, Tensor, Tensor> padding_places(const Tensor& mask) {
   check_mask("padding_places", mask);
-  FB_CHECK_VALUE(mask.numel() <= INT32_MAX, "padding_places: expected less than 2**31 places, got ", mask.sizes());
   const Tensor visible = contiguous(mask), cu_seqlens = empty({mask.size(0) + 1}, mask, ScalarType::Int);
   const Tensor places = empty({mask.numel()}, mask, ScalarType::Long), facts = empty({4}, places);
   // Bytes, not bools: a view of other bytes as bool can hold more than 0 and 1.

@@ -10,7 +10,6 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> padding_places_cuda(const Tensor& mask) {
   check_mask("padding_places", mask);
-  FB_CHECK_VALUE(mask.numel() <= INT32_MAX, "padding_places: expected less than 2**31 places, got ", mask.sizes());
   const DeviceGuard guard(mask);
   const Tensor visible = contiguous(mask), rows = empty({mask.size(0), 2}, mask, ScalarType::Int);
   const Tensor places = empty({mask.numel()}, mask, ScalarType::Long),

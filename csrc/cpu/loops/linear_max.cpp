@@ -33,15 +33,21 @@ struct Scratch {
   static int64_t bytes(int64_t steps) { return Logits<E>::bytes(steps) + 2 * Logits<E>::kClasses * int64_t(sizeof(M)); }
 };
 
-// Updates the maxima with row `at` of a block, which is row `row` of x. A NaN is larger than any number; of equal
-// values the first is kept.
+// Whether v takes the place of the best value so far. A NaN is larger than any number; of equal values the first is
+// kept.
+template <class V>
+auto exceeds(V v, V best) {
+  return ~(v <= best) & (best == best);
+}
+
+// Updates the maxima with row `at` of a block, which is row `row` of x.
 template <bool first, class E>
 void compare(int64_t at, int64_t row, int64_t columns, const Scratch<E>& to) {
   using M = sum_t<E>;
   using Places = vplaces<M>;
   for (int64_t i = 0; i < columns; i += kLanes<M>) {
     const vec<M> v = to.logits.at(at, i), best = load(to.best + i);
-    const Places here = Places{} + Place<M>(row), wins = first ? ~Places{} : ~(v <= best) & (best == best);
+    const Places here = Places{} + Place<M>(row), wins = first ? ~Places{} : exceeds(v, best);
     store(wins ? v : best, to.best + i);
     const Places before = load_bits<Places>(to.places + i), after = wins ? here : before;
     __builtin_memcpy(to.places + i, &after, sizeof after);
@@ -83,9 +89,6 @@ void forward(const LinearMax& op, int64_t steps, int64_t first, int64_t classes,
 
 // ---- the maxima of logits in memory
 
-// The larger of two numbers; a NaN is larger than any.
-inline vfloat larger(vfloat a, vfloat b) { return ~(b <= a) & (a == a) ? b : a; }
-
 template <class T>
 void maxima(const Maxima& op, int64_t first, int64_t end) {
   float best[kMaximaColumns];
@@ -93,8 +96,10 @@ void maxima(const Maxima& op, int64_t first, int64_t end) {
     for (int64_t i = 0; i < end - first; ++i) best[i] = -__builtin_inff();
     for (int64_t row = op.bounds[sequence]; row < op.bounds[sequence + 1]; ++row) {
       const float* const logits = op.logits + row * op.stride + first;
-      for_vectors<float>(
-          end - first, [&](int64_t i, auto n) { store(larger(load(best + i, n), load(logits + i, n)), best + i, n); });
+      for_vectors<float>(end - first, [&](int64_t i, auto n) {
+        const vfloat v = load(logits + i, n), known = load(best + i, n);
+        store(exceeds(v, known) ? v : known, best + i, n);
+      });
     }
     T* const y = static_cast<T*>(op.y) + sequence * op.classes + first;
     for_vectors<float>(end - first, [&](int64_t i, auto n) { store(load(best + i, n), y + i, n); });
