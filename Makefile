@@ -67,10 +67,12 @@ bench-gpu: $(VENV)/installed
 	$(BIN)/python -m benchmarks.gpu.on_gpu --out build/on_gpu
 
 # What the Triton and CUDA kernels compile to; needs no GPU. Writes build/{triton,cuda}_report.md, and short files in docs/.
+# Fails, after both are written, if a kernel spills more than is allowed.
 compile-report: $(VENV)/installed
 	$(BIN)/pip install --quiet "triton>=3.6"
-	$(BIN)/python -m benchmarks.gpu.triton_report
-	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.gpu.cuda_report; fi
+	$(BIN)/python -m benchmarks.gpu.triton_report; triton=$$?; \
+	if [ -n "$$CUDA_HOME" ] || command -v nvcc >/dev/null; then $(BIN)/python -m benchmarks.gpu.cuda_report || exit; fi; \
+	exit $$triton
 
 # The pages of docs/ and the API reference, into build/site; torch is not needed. A dead link or an unknown name fails.
 docs:
