@@ -7,7 +7,7 @@ One class per head serves all families, so config.json decides: its model_type a
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -71,16 +71,19 @@ def classes_of(family: Family, classes: Sequence[type[Saveable]] | None = None) 
 # ---- by task
 
 
-class _Auto:
+M = TypeVar("M", bound=Saveable)
+
+
+class _Auto(Generic[M]):
     """`from_pretrained` and `from_config` return a model of the first of `classes` that the family has."""
 
-    classes: tuple[type[Saveable], ...] = ()
+    classes: tuple[type[M], ...] = ()
 
     def __init__(self) -> None:
         raise TypeError(f"{type(self).__name__} is made by from_pretrained(source) or from_config(config)")
 
     @classmethod
-    def from_pretrained(cls, source: str | Path | Checkpoint, **arguments: Any) -> Saveable:
+    def from_pretrained(cls, source: str | Path | Checkpoint, **arguments: Any) -> M:
         """Calls the class's from_pretrained (`BertModel`, `BertForMaskedLM`, ...), with its arguments and errors.
 
         Raises ValueError for an unknown model_type or a head that the family lacks, and lists those that exist.
@@ -89,42 +92,42 @@ class _Auto:
         return cls._class(found.config).from_pretrained(found, **arguments)
 
     @classmethod
-    def from_config(cls, config: BertConfig) -> Saveable:
+    def from_config(cls, config: BertConfig) -> M:
         """A new model. Raises ValueError as from_pretrained does, and TypeError for another library's configuration."""
         require_class(cls.__name__, "config", config, BertConfig)
         return cls._class(config)(config)
 
     @classmethod
-    def _class(cls, config: BertConfig) -> type[Saveable]:
+    def _class(cls, config: BertConfig) -> type[M]:
         return next((known for known in cls.classes if known.kind in config.family.heads), cls.classes[0])
 
 
-class AutoModel(_Auto):
+class AutoModel(_Auto[BertModel]):
     classes = (BertModel,)
 
 
-class AutoModelForPreTraining(_Auto):
+class AutoModelForPreTraining(_Auto[BertForPreTraining | BertForReplacedTokenDetection | BertForMaskedLM]):
     """Models with the family's pre-training heads: both for BERT and ALBERT, ELECTRA's discriminator, else a masked
     LM."""
 
     classes = (BertForPreTraining, BertForReplacedTokenDetection, BertForMaskedLM)
 
 
-class AutoModelForMaskedLM(_Auto):
+class AutoModelForMaskedLM(_Auto[BertForMaskedLM]):
     classes = (BertForMaskedLM,)
 
 
-class AutoModelForSequenceClassification(_Auto):
+class AutoModelForSequenceClassification(_Auto[BertForSequenceClassification]):
     classes = (BertForSequenceClassification,)
 
 
-class AutoModelForTokenClassification(_Auto):
+class AutoModelForTokenClassification(_Auto[BertForTokenClassification]):
     classes = (BertForTokenClassification,)
 
 
-class AutoModelForQuestionAnswering(_Auto):
+class AutoModelForQuestionAnswering(_Auto[BertForQuestionAnswering]):
     classes = (BertForQuestionAnswering,)
 
 
-class AutoModelForMultipleChoice(_Auto):
+class AutoModelForMultipleChoice(_Auto[BertForMultipleChoice]):
     classes = (BertForMultipleChoice,)

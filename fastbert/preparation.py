@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from typing import TypeVar
 
 from torch import nn
 
@@ -22,8 +23,10 @@ from fastbert.prepared import (
     tied,
 )
 
+M = TypeVar("M", bound=nn.Module)
 
-def prepare(model: nn.Module, precision: str, *, skip: Iterable[str] = ()) -> nn.Module:
+
+def prepare(model: M, precision: str, *, skip: Iterable[str] = ()) -> M:
     """Makes a frozen copy of a model for inference on this machine's processor or on a GPU. The model is not changed.
 
     model: one of fastbert's or transformers' (the copy is accelerated if the model is not), or a module that contains
