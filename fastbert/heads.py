@@ -14,7 +14,7 @@ losses and checkpoints are those of `transformers`; the computation runs on pack
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -395,7 +395,6 @@ class BertForMaskedLM(_MaskedLM):
 
     kind = "ForMaskedLM"
     pooling = False
-    __call__: Callable[..., BertHeadOutput]
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -436,7 +435,6 @@ class BertForSparseEmbedding(_MaskedLM):
 
     kind = "ForMaskedLM"
     pooling = False
-    __call__: Callable[..., Tensor]
 
     def __init__(self, config: BertConfig, activation: str = "relu") -> None:
         super().__init__(config)
@@ -485,7 +483,6 @@ class BertForPreTraining(_MaskedLM):
     """BERT or ALBERT with both of its pre-training heads; Hugging Face's BertForPreTraining on packed tokens."""
 
     kind = "ForPreTraining"
-    __call__: Callable[..., BertForPreTrainingOutput]
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -537,8 +534,6 @@ class BertForPreTraining(_MaskedLM):
 
 class _Classifier(_BertWithHead):
     """A head that computes a loss and logits, in the caller's form, from the encoder's output and labels."""
-
-    __call__: Callable[..., BertHeadOutput]
 
     def _classify(self, body: Body, labels: Tensor | None) -> tuple[Tensor | None, Tensor]:
         raise NotImplementedError
@@ -791,7 +786,6 @@ class BertForQuestionAnswering(_BertWithHead):
 
     kind = "ForQuestionAnswering"
     pooling = False
-    __call__: Callable[..., BertForQuestionAnsweringOutput]
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)

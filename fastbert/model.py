@@ -473,8 +473,6 @@ class BertEncoder(_Loadable):
     In ALBERT a layer runs several times, each time with other dropout masks.
     """
 
-    __call__: Callable[..., BertEncoderOutput]  # for type checkers, which nn.Module tells Any; so in other models
-
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         require_class("BertEncoder", "config", config, BertConfig)
@@ -654,8 +652,6 @@ class BertModel(Saveable):
 
     add_pooling_layer: None adds one if the family has a pooler (DistilBERT, ELECTRA and DeBERTa-v2 have none).
     """
-
-    __call__: Callable[..., BertModelOutput]
 
     def __init__(self, config: BertConfig, add_pooling_layer: bool | None = None) -> None:
         super().__init__()

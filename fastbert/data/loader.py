@@ -1,7 +1,7 @@
 """A DataLoader that can resume within an epoch, and functions that make one from texts."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -30,7 +30,7 @@ class BatchLoader(DataLoader):
         self,
         dataset: Dataset,
         sampler: BatchSizeSampler | TokenBudgetSampler,
-        collator: PackingCollator,
+        collator: Callable[[list[Any]], Any],
         **options: Any,
     ) -> None:
         """collator: copied, so that several loaders may be given the same one. options: for DataLoader (num_workers,
@@ -124,7 +124,7 @@ def _vocabulary(dataset: Any) -> str | None:
 
 def create_dataloader(
     dataset: Dataset,
-    collator: PackingCollator,
+    collator: Callable[[list[Any]], Any],
     batch_size: int | None = None,
     *,
     max_tokens: int | None = None,

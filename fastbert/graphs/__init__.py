@@ -7,6 +7,7 @@ docs/graph.md describes costs, limits and checks.
 """
 
 from collections.abc import Iterable
+from typing import Literal, overload
 
 from torch import nn
 
@@ -15,6 +16,25 @@ from fastbert.graphs.graphed import Report
 from fastbert.graphs.step import GraphedStep
 
 
+@overload
+def graph(
+    model: nn.Module,
+    max_tokens: Iterable[int] = ...,
+    max_sequences: int = ...,
+    max_seqlen: int | None = ...,
+    *,
+    training: Literal[False] = False,
+) -> GraphedModel: ...
+@overload
+def graph(
+    model: nn.Module,
+    max_tokens: Iterable[int] = ...,
+    max_sequences: int = ...,
+    max_seqlen: int | None = ...,
+    *,
+    training: Literal[True],
+    max_labels: int | None = ...,
+) -> GraphedStep: ...
 def graph(
     model: nn.Module,
     max_tokens: Iterable[int] = (64, 128, 256, 512),

@@ -31,6 +31,9 @@ class MTEBEncoder:
     Scores are those that mteb gets with sentence-transformers' own model of the same directory.
     """
 
+    model: SentenceEncoder
+    mteb_model_meta: Any
+
     def __init__(
         self,
         model_name: str | Path | SentenceEncoder,
@@ -93,6 +96,9 @@ class MTEBEncoder:
 
 class MTEBCrossEncoder:
     """A CrossEncoder as mteb's CrossEncoderProtocol: for reranking."""
+
+    model: CrossEncoder
+    mteb_model_meta: Any
 
     def __init__(
         self,

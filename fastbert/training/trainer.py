@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from fastbert.data.loader import BatchLoader
 from fastbert.data.sampler import BatchSizeSampler, TokenBudgetSampler
@@ -46,6 +46,14 @@ _STATE = "states/"  # the beginning of names of `states` in checkpoints
 _SMALLEST_SCALE = 2.0**-24  # float16's smallest number: below it, scaled losses of one are 0
 
 
+class Scheduler(Protocol):
+    """What advances with each step: an LRScheduler of torch, a SpladeWarmup, or another object with these methods."""
+
+    def step(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
 class AMPTrainer:
     """Trains a model that gives its loss as `model(**batch).loss`, in mixed precision, and resumes bit for bit.
 
@@ -57,7 +65,7 @@ class AMPTrainer:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        scheduler: LRScheduler | None = None,
+        scheduler: Scheduler | None = None,
         *,
         output_dir: str | Path,
         mixed_precision: str | None = None,
