@@ -15,6 +15,8 @@ struct FewRows {
   void* y;                 // (rows, channels)
   int64_t rows, inner, channels;
   DType dtype;
+  const void* next;  // the weights that the thread reads next, or null
+  bool near;         // whether what is read next is prefetched to the first-level cache, not only to the second
 };
 
 FB_FOR_EACH_ISA(

@@ -61,10 +61,8 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     int64_t packed_left_bytes(int64_t inner, DType x_dtype, Weights weights);
     void packed_left(const PackedLinear& op, int64_t begin, int64_t end);
 
-    // Packs a weight (channels, inner) of floats, or (inner, channels) with `across`; or of bf16 where a group has two,
-    // with even `inner` and not across. Its rows are `stride` numbers apart.
-    void pack_weight(Weights weights, const void* weight, int64_t stride, bool across, int64_t inner, int64_t channels,
-                     void* packed);
+    // Packs a weight (channels, inner), or (inner, channels) with `across`. Its rows are `stride` numbers apart.
+    void pack_weight(const float* weight, int64_t stride, bool across, int64_t inner, int64_t channels, float* packed);
 
     // The bytes of a thread's scratch.
     int64_t packed_scratch();
@@ -73,8 +71,8 @@ FB_FOR_EACH_ISA_TILES_AND_VNNI(
     void packed_linear(const PackedLinear& op, int64_t row, int64_t row_end, int64_t channel, int64_t channel_end,
                        void* scratch);
     // The same for all channels, with the factors exchanged: x is the weight, and `weight` the packed rows that it
-    // multiplies, which are the channels here. All are floats or, in the set avx512_bf16, bf16 with even `inner`. y is
-    // (channels, rows), bias (rows,) of y's type. next: rows of x that the thread reads next. inner is at least 1.
+    // multiplies, which are the channels here. All are floats. y is (channels, rows), bias (rows,). next: rows of x
+    // that the thread reads next. inner is at least 1.
     // turned_rows(): the rows to take at a time, kTurnedTiles tiles and whole vectors.
     int64_t turned_rows(); void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch);)
 

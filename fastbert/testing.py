@@ -11,11 +11,12 @@ of the tensor's dtype:
 FlashAttention's tests use a similar rule: an error of at most a small multiple of PyTorch's.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastbert.warn import warn
 
@@ -206,3 +207,11 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     weight, bias = weight.to(x.dtype), bias.to(x.dtype)
     ours = x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() and torch.backends.mkldnn.is_available()
     return (_OneDnnLinear.apply if ours else torch.nn.functional.linear)(x, weight, bias)
+
+
+def on_onednn(model: nn.Module) -> nn.Module:
+    """Lets `onednn_linear` compute the dense layers of a model, in place. Returns the model."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = functools.partial(onednn_linear, weight=module.weight, bias=module.bias)
+    return model

@@ -55,28 +55,32 @@ bool is_small(int64_t rows, const Tensor& weight) {
 }
 
 constexpr int64_t kFewRows = 48;
+constexpr int64_t kManyToPrefetchNear = 28;  // rows; with fewer, prefetches to the first-level cache hold up loads
 
-// Up to how many rows few_rows takes less time than a library or own_product, which first arrange all weights.
-int64_t most_few_rows(ScalarType dtype) {
+// On AMD's processors with AVX-512: as many as the second-level cache holds, twice, unless so many rows of weights
+// share a set of the first-level cache.
+int64_t most_few_rows_of_amd(const Tensor& weight) {
+  const int64_t inner = weight.size(1), bytes = inner * weight.element_size();
+  if (inner < kThin) return inner / 4;
+  if (bytes > 12 << 10) return kFewRows;
+  return std::min<int64_t>((2 << 20) / bytes, type_of(weight) == ScalarType::Float ? 256 : 384);
+}
+
+// Up to how many rows few_rows takes less time than a library, own_product or packing_product, which first arrange all
+// weights. Elsewhere than on AMD's processors larger numbers were not measured.
+int64_t most_few_rows(const Tensor& weight) {
+  const ScalarType dtype = type_of(weight);
   const cpu::Isa isa = cpu::best_isa();
-  if (library_is_missing(dtype)) return 12;
-  switch (dtype) {
-    case ScalarType::Float: return kFewRows;
-    case ScalarType::Half: return isa == cpu::Isa::amx ? 16 : kFewRows;
-    case ScalarType::BFloat16: return isa == cpu::Isa::amx ? 4 : isa == cpu::Isa::avx512_bf16 ? kFewRows : 8;
-    default: return 0;
+  const int64_t inner = weight.size(1), most = std::min(kFewRows, inner / 4);
+  if (library_is_missing(dtype)) return isa >= cpu::Isa::avx512 ? 64 : 8;
+  if (dtype == ScalarType::Half) return isa == cpu::Isa::amx ? std::min<int64_t>(16, most) : most;
+  if (dtype == ScalarType::Float) {
+    if (use_packing_product(dtype, 1, {weight, true})) return inner <= kNarrow ? std::min<int64_t>(192, inner / 2) : kFewRows;
+    return is_amd_with_avx512() ? most_few_rows_of_amd(weight) : most;
   }
-}
-
-bool are_few(int64_t rows, const Tensor& weight) {
-  // A shorter inner dimension leaves too little work between the sums of lanes.
-  return FB_BEST_ISA(few_rows) && rows <= std::min(most_few_rows(type_of(weight)), weight.size(1) / 4);
-}
-
-// Whether packed rows, where they are packed, take less time than few_rows: in pairs, if few_rows has to add up its
-// lanes often.
-bool packed_before_few(const Tensor& weight, int64_t rows) {
-  return type_of(weight) == ScalarType::BFloat16 && rows >= 28 && weight.size(1) <= 1024;
+  if (dtype != ScalarType::BFloat16) return 0;
+  if (isa != cpu::Isa::avx512_bf16) return std::min<int64_t>(isa == cpu::Isa::amx ? 4 : 8, most);
+  return is_amd_with_avx512() ? most_few_rows_of_amd(weight) : most;
 }
 
 // By whom a dense layer is computed: our own loops (few_rows, own_product, packing_product), MKL called directly,
@@ -87,8 +91,9 @@ By whom(int64_t rows, const Tensor& weight) {
   const ScalarType type = type_of(weight);
   if (rows == 0 || weight.numel() == 0 || !user_wants_onednn()) return By::torch;
   const bool packs = use_packing_product(type, rows, {weight, true});
-  if (are_few(rows, weight) && !(packs && packed_before_few(weight, rows))) return By::few_rows;
-  if (library_is_missing(type) && FB_BEST_ISA(few_rows)) return By::own_product;
+  const bool has_loops = FB_BEST_ISA(few_rows);
+  if (has_loops && rows <= most_few_rows(weight) && !(packs && packs_rows(rows, {weight, true}))) return By::few_rows;
+  if (has_loops && library_is_missing(type)) return By::own_product;
   if (!packs && !(type == ScalarType::Float && aoti_torch_cpu__linear_pointwise)) return By::torch;
   if (is_small(rows, weight)) return By::mkl;
   return packs ? By::packing_product : By::onednn;
@@ -105,10 +110,15 @@ Tensor few_rows_product(const Tensor& rows, const Tensor& weight, const Tensor* 
                         rows.size(0),
                         rows.size(1),
                         channels,
-                        dtype_of(rows)};
+                        dtype_of(rows),
+                        nullptr,
+                        is_amd_with_avx512() && rows.size(0) >= kManyToPrefetchNear};
   const ProductBlocks blocks{op.rows, op.inner, channels, op.rows, FB_BEST_ISA(few_rows_width)()};
-  blocks.run(
-      0, [&](const ProductBlocks::Block& block, void*) { FB_BEST_ISA(few_rows)(op, block.column, block.column_end); });
+  blocks.run(0, [&](const ProductBlocks::Block& block, void*) {
+    cpu::FewRows part = op;
+    if (block.next < channels) part.next = bytes_of(weight) + block.next * op.inner * weight.element_size();
+    FB_BEST_ISA(few_rows)(part, block.column, block.column_end);
+  });
   return y;
 }
 

@@ -10,6 +10,9 @@ namespace fastbert {
 // Products of up to this many multiplications call MKL directly (docs/linear.md has the measurement).
 constexpr int64_t kSmallProduct = 1 << 20;
 
+// Weights of up to this many numbers a channel are read as they are with AVX2, for up to 192 rows (docs/linear.md).
+constexpr int64_t kNarrow = 1024;
+
 // Whether this is AMD's processor and our loops use AVX-512: MKL uses no more than AVX2 there (docs/linear.md).
 bool is_amd_with_avx512();
 
@@ -40,10 +43,12 @@ Tensor small_product(const Factor& a, const Factor& b, const Tensor* bias);
 // The same by csrc/cpu/loops/matrix_product.cpp, in any type but float64.
 Tensor own_product(const Factor& a, const Factor& b, const Tensor* bias);
 
-// The same by csrc/cpu/loops/packed_linear.cpp, in float32 or bfloat16, and whether it is faster than the libraries
-// even though it packs a factor in each call: for `rows` rows of a, which has this type. The rows of a are contiguous
-// and do not overlap.
+// The same by csrc/cpu/loops/packed_linear.cpp, in float32, and whether it is faster than the libraries even though it
+// packs a factor in each call: for `rows` rows of a, which has this type. The rows of a are contiguous and do not
+// overlap. packs_rows: whether it packs those rather than b, if there are enough columns for all threads. The bits are
+// the same either way.
 bool use_packing_product(ScalarType type, int64_t rows, const Factor& b);
+bool packs_rows(int64_t rows, const Factor& b);
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias);
 
 // a b, or a^T b if transposed. Like at::mm, but small float32 products call MKL directly, and our own loops multiply

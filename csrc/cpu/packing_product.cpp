@@ -1,4 +1,4 @@
-// Products in float32 and bfloat16 by the loops of packed weights, which pack one of the factors in each call.
+// Products in float32 by the loops of packed weights, which pack one of the factors in each call.
 #include "../packed_linear.h"
 #include "../tensor.h"
 #include "matrix_product.h"
@@ -13,7 +13,7 @@ cpu::PackedLinear product_of_rows(const Tensor& x, const Tensor& y) {
   cpu::PackedLinear op{};
   op.x = x.const_data_ptr(), op.x_stride = row_stride(x), op.rows = x.size(0), op.inner = x.size(1);
   op.y = y.mutable_data_ptr(), op.y_stride = y.size(1), op.x_dtype = op.y_dtype = dtype_of(x);
-  op.weights = type_of(x) == ScalarType::Float ? Weights::f32 : Weights::bf16, op.gelu = Gelu::none;
+  op.weights = Weights::f32, op.gelu = Gelu::none;
   return op;
 }
 
@@ -52,7 +52,7 @@ struct PackingProduct {
     for (int64_t column = all.column; column < all.column_end; column += at_once) {
       part.channels = std::min(at_once, all.column_end - column);
       part.y = c + column, part.bias = bias ? bias + column : nullptr;
-      FB_BEST_ISA(pack_weight)(op.weights, b_at(column), b_stride, across, op.inner, part.channels, packed);
+      FB_BEST_ISA(pack_weight)(b_at(column), b_stride, across, op.inner, part.channels, packed);
       for (int64_t row = all.row; row < all.row_end; row += block)
         FB_BEST_ISA(packed_linear)(part, row, std::min(row + block, all.row_end), 0, part.channels, scratch);
     }
@@ -61,23 +61,6 @@ struct PackingProduct {
 
 // With AVX2 ours is faster in float32, whichever factor it packs.
 bool packs_either_factor() { return cpu::best_isa() == cpu::Isa::avx2 || cpu::best_isa() == cpu::Isa::avx2_vnni; }
-
-// Whether to pack the rows of a rather than b: if that is little beside the product and they nearly fill their vectors;
-// with AVX2, where the bits are the same either way, only if all threads then have enough rows of b's matrix. With
-// AVX-512 only AMD's processors were measured. docs/linear.md has the measurements behind these numbers.
-bool packs_rows(ScalarType type, int64_t rows, const Factor& b) {
-  constexpr int64_t kNear = 1 << 20;  // bytes of the second-level cache
-  const int64_t width = FB_BEST_ISA(packed_width)(), inner = b.rows(), columns = b.columns();
-  const auto are_few = [&](int64_t most) { return rows <= std::min(most, columns / 5); };
-  // Whether at most one of `among` numbers is none of the rows'.
-  const auto fill = [&](int64_t lanes, int64_t among) { return (among - 1) * round_up(rows, lanes) <= among * rows; };
-  if (!b.transposed) return false;
-  if (packs_either_factor())
-    return are_few(192) && fill(width, 9) && columns >= 2 * FB_BEST_ISA(turned_rows)() * threads();
-  if (!is_amd_with_avx512() || rows * inner * b.matrix.element_size() > kNear) return false;
-  if (type == ScalarType::BFloat16) return are_few(384) && fill(width / 2, 6) && inner <= columns;
-  return are_few(192) && fill(width / 2, 10) && 2 * inner <= columns;
-}
 
 // The rows of b's matrix to take at a time: whole tiles, fewer where threads would have less than two parts each.
 int64_t turned_at_once(int64_t columns) {
@@ -89,17 +72,16 @@ int64_t turned_at_once(int64_t columns) {
 // packed, because each element is the same sum.
 Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = a.size(0), inner = a.size(1), columns = b.size(0), width = FB_BEST_ISA(packed_width)();
-  const int64_t panels = divide_up(rows, width), panel = width * inner, size = a.element_size();
-  const int64_t at_once = turned_at_once(columns);
+  const int64_t panels = divide_up(rows, width), panel = width * inner, at_once = turned_at_once(columns);
   const Tensor c = empty_rows({rows, columns}, a);
-  const Scratch memory(panels * panel * size);
-  char* const packed = static_cast<char*>(memory.get());
+  const Scratch memory(panels * panel * int64_t(sizeof(float)));
+  float* const packed = static_cast<float*>(memory.get());
   cpu::PackedLinear op = product_of_rows(b, c);
   op.channels = rows, op.weight = packed, op.bias = bias ? bias->const_data_ptr() : nullptr;
   parallel_for(panels, std::max<int64_t>(1, grain() / panel), [&](int64_t begin, int64_t end) {
     const int64_t row = begin * width, count = std::min(end * width, rows) - row, stride = row_stride(a);
     FB_BEST_ISA(pack_weight)
-    (op.weights, bytes_of(a) + row * stride * size, stride, false, inner, count, packed + begin * panel * size);
+    (a.const_data_ptr<float>() + row * stride, stride, false, inner, count, packed + begin * panel);
   });
   ProductBlocks{rows, inner, columns, rows, at_once}.run(
       FB_BEST_ISA(packed_scratch)(), [&](const ProductBlocks::Block& all, void* scratch) {
@@ -107,7 +89,7 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
         for (int64_t row = all.column, end; row < all.column_end; row = end) {
           end = std::min(row + at_once, all.column_end);
           const int64_t next = end < all.column_end ? end : all.next;
-          part.next = next < columns ? bytes_of(b) + next * op.x_stride * size : nullptr;
+          part.next = next < columns ? b.const_data_ptr<float>() + next * op.x_stride : nullptr;
           FB_BEST_ISA(turned_linear)(part, row, end, scratch);
         }
       });
@@ -117,18 +99,21 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
 }  // namespace
 
 bool use_packing_product(ScalarType type, int64_t rows, const Factor& b) {
-  const int64_t inner = b.rows();
-  if (!FB_BEST_ISA(packed_linear) || type_of(b.matrix) != type || rows == 0 || std::min(inner, b.columns()) < kThin)
-    return false;
-  const bool pairs = type == ScalarType::BFloat16 && inner % 2 == 0 && cpu::best_isa() == cpu::Isa::avx512_bf16;
-  if (type != ScalarType::Float && !pairs) return false;
-  return packs_either_factor() || packs_rows(type, rows, b);
+  const bool is_avx2 = cpu::best_isa() == cpu::Isa::avx2 || cpu::best_isa() == cpu::Isa::avx2_vnni;
+  if (!is_avx2 || type != ScalarType::Float || type_of(b.matrix) != type) return false;
+  return rows > 0 && std::min(b.rows(), b.columns()) >= kThin;
+}
+
+bool packs_rows(int64_t rows, const Factor& b) {
+  const bool fill_panels = 8 * round_up(rows, FB_BEST_ISA(packed_width)()) <= 9 * rows;
+  return b.transposed && b.rows() > kNarrow && rows >= 16 && rows <= std::min<int64_t>(192, b.columns() / 5) &&
+         fill_panels;
 }
 
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
   const int64_t columns = b.columns();
-  if (packs_rows(type_of(a), a.size(0), b)) return turned_product(a, b.matrix, bias);
-  FB_CHECK(type_of(a) == ScalarType::Float, "linear: expected float32 where the weight is packed");
+  const bool all_have_work = columns >= 2 * FB_BEST_ISA(turned_rows)() * threads();
+  if (all_have_work && packs_rows(a.size(0), b)) return turned_product(a, b.matrix, bias);
   const Tensor c = empty_rows({a.size(0), columns}, a);
   PackingProduct product{};
   product.op = product_of_rows(a, c);

@@ -8,7 +8,6 @@ fastbert and transformers each read the checkpoint, so fastbert's conversion of 
 """
 
 import contextlib
-import functools
 import json
 import math
 import warnings
@@ -413,20 +412,12 @@ class Yardstick(NamedTuple):
             truth.scores["loss"] = F.binary_cross_entropy_with_logits(truth.scores["logits"], labels)
         models = [subject.theirs(dtype, "sdpa"), subject.theirs(dtype, "eager")]
         if subject.device == "cpu" and dtype == torch.float32:
-            models.append(_on_onednn(subject.theirs(dtype, "sdpa")))
+            models.append(testing.on_onednn(subject.theirs(dtype, "sdpa")))
         contenders = [run(model, sample) for model in models]
         for name, tensor in ((name, t) for found in contenders for part in found for name, t in part.items()):
             if not tensor.isfinite().all():
                 raise _NotFinite(f"transformers' own {name} is not finite")
         return cls(truth, contenders, lines)
-
-
-def _on_onednn(model: torch.nn.Module) -> torch.nn.Module:
-    """Lets oneDNN compute the dense layers, as PyTorch's compiler does; it sums in another order than eager mode."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.forward = functools.partial(testing.onednn_linear, weight=module.weight, bias=module.bias)
-    return model
 
 
 def _reference_line(subject: Subject, exact: torch.nn.Module, sample: Sample) -> Line:

@@ -63,7 +63,8 @@ def test_as_accurate_as_transformers(name, dtype):
     eager.set_attn_implementation("eager")
     inputs, labels = example(name)
     truth = run(copy.deepcopy(theirs).double(), inputs, labels)
-    contenders = [run(model, inputs, labels) for model in (copy.deepcopy(theirs), eager)]
+    models = [copy.deepcopy(theirs), eager, testing.on_onednn(copy.deepcopy(theirs))]
+    contenders = [run(model, inputs, labels) for model in models]
     mine = run(our(theirs), inputs, labels)
     assert mine.outputs["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     mine.outputs["loss"] = mine.outputs["loss"].to(dtype)

@@ -479,7 +479,8 @@ struct PackedLayer {
     for (const bool across : {false, true}) {
       const Bytes plain = as(across ? transposed : weight, DType::f32);
       Bytes made(expected.size());
-      loops::pack_weight(weights, plain.data(), across ? channels : inner, across, inner, channels, made.data());
+      loops::pack_weight(reinterpret_cast<const float*>(plain.data()), across ? channels : inner, across, inner,
+                         channels, reinterpret_cast<float*>(made.data()));
       if (made == expected) continue;
       ++differences;
       fprintf(stderr, "pack_weight: %d to %d: not packed\n", int(inner), int(channels));
@@ -542,16 +543,6 @@ struct PackedLayer {
     return {left, y};
   }
 
-  // Whether turned_linear takes it.
-  bool is_turned() const {
-#ifdef FB_TILES
-    const bool pairs = false;
-#else
-    const bool pairs = weights == Weights::bf16 && group == 2 && inner % 2 == 0;
-#endif
-    return inner && (weights == Weights::f32 ? dtype == DType::f32 : dtype == DType::bf16 && pairs);
-  }
-
   void check_integers(const Bytes& y, int with) const {
     if (y == in_integers(with)) return;
     ++differences;
@@ -564,7 +555,8 @@ struct PackedLayer {
     const Bytes elements = as(x, dtype), weights_ = as(weight, dtype), biases = as(bias, dtype);
     Bytes packed_x((rows + width - 1) / width * width * inner * size_of(dtype)),
         y = filled(rows * (channels + gap), dtype, threads);
-    loops::pack_weight(weights, elements.data(), inner, false, inner, rows, packed_x.data());
+    loops::pack_weight(reinterpret_cast<const float*>(elements.data()), inner, false, inner, rows,
+                       reinterpret_cast<float*>(packed_x.data()));
     const cpu::PackedLinear op{
         weights_.data(), packed_x.data(), nullptr, biases.data(), y.data(),   channels, inner,   rows,           inner,
         channels + gap,  dtype,           dtype,   weights,       Gelu::none, nullptr,  nullptr, weights_.data()};
@@ -582,7 +574,7 @@ void check_packed_linears(DType dtype, Weights weights, const char* kind) {
   const auto check = [&](int64_t rows, int64_t inner, int64_t channels, bool extreme = false) {
     const PackedLayer layer(rows, inner, channels, dtype, weights, extreme);
     if (weights == Weights::f32) layer.check_packing();
-    if (layer.is_turned()) layer.check_turned(2);
+    if (weights == Weights::f32 && dtype == DType::f32 && inner) layer.check_turned(2);
     for (const Gelu gelu : {Gelu::none, Gelu::erf, Gelu::tanh})
       same(name("packed_linear", inner, dtype, kind) + " to " + std::to_string(channels),
            [&](int threads) { return layer.run(threads, gelu); });
@@ -669,10 +661,12 @@ void check_few_rows(int64_t rows, int64_t inner, int64_t channels, DType dtype) 
   same(name("few_rows", inner, dtype, " to ") + std::to_string(channels), [&](int threads) {
     Bytes y = filled(rows * channels, dtype, threads);
     const cpu::FewRows op{xs.data(), weights.data(), rows % 2 ? nullptr : biases.data(), y.data(), rows, inner,
-                          channels,  dtype};
+                          channels,  dtype,          nullptr,                         rows > 3};
     const int64_t width = loops::few_rows_width();
     in_threads(threads, (channels + width - 1) / width, [&](int64_t begin, int64_t end) {
-      loops::few_rows(op, begin * width, std::min(channels, end * width));
+      cpu::FewRows part = op;
+      part.next = end * width < channels ? nullptr : weights.data();
+      loops::few_rows(part, begin * width, std::min(channels, end * width));
     });
     if (y != PackedLayer::as(sums, dtype)) {
       ++differences;

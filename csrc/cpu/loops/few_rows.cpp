@@ -1,6 +1,6 @@
-// Dense layers on few rows. The time of such a product is that of reading the weights, so they are read once and as
-// they are: the vectors of both factors lie along the inner dimension, where both are contiguous. A tile is a few rows
-// by four channels; while the tiles of four channels are computed, the weights of the next four are prefetched.
+// Dense layers on few rows. Other products first arrange all weights in memory; here they are read once and as they
+// are: the vectors of both factors lie along the inner dimension, where both are contiguous. A tile is a few rows by
+// four channels; while the tiles of four channels are computed, the weights of the next four are prefetched.
 #include "../../few_rows.h"
 
 #include "panels.h"
@@ -16,37 +16,89 @@ constexpr int kRows = 6;  // 24 sums, in 32 vector registers
 constexpr int kRows = 3;
 #endif
 
-typedef FB_VECTOR(float, 16) vfour;
+// ---- the sums of lanes
 
-// The sum of each of the four vectors.
-inline vfour sums_of(const vfloat (&of)[kChannels]) {
-  vfour parts[kChannels];
-  for (int i = 0; i < kChannels; ++i) parts[i] = folded_to_16_bytes(of[i], [](auto a, auto b) { return a + b; });
-  transpose(parts);
-  return (parts[0] + parts[1]) + (parts[2] + parts[3]);
+// Lane i is the sum of lanes i and i ^ half: of b where i has the bit `half`, else of a.
+template <int half, class V>
+inline V added(V a, V b) {
+  constexpr int L = kWidth<V>;
+  return chosen(a, b, [](int i) { return i & half ? i + L : i; }) +
+         chosen(a, b, [](int i) { return (i & half ? i + L : i) ^ half; });
 }
+
+// The sums of 2 * half vectors of as many lanes.
+template <int half, class V>
+inline V tree(const V (&of)[2 * half]) {
+  V sums[half];
+  for (int i = 0; i < half; ++i) sums[i] = added<half>(of[i], of[i + half]);
+  if constexpr (half > 1)
+    return tree<half / 2>(sums);
+  else
+    return sums[0];
+}
+
+// The sum of each of n vectors, in a vector of n lanes; n is a power of two. Lanes half a vector apart are added first,
+// then those a quarter apart, and so on, so the bits of a sum do not depend on n.
+template <int n, class V>
+inline auto sums_of(const V (&of)[n]) {
+  if constexpr (n == kWidth<V>) {
+    return tree<n / 2>(of);
+  } else {
+    typedef FB_VECTOR(float, sizeof(V) / 2) Half;
+    Half folded[n];
+    for (int i = 0; i < n; ++i) {
+      Half halves[2];
+      __builtin_memcpy(halves, &of[i], sizeof halves);
+      folded[i] = halves[0] + halves[1];
+    }
+    return sums_of<n>(folded);
+  }
+}
+
+// ---- tiles
 
 // Four channels, of which `count` exist; the last one takes the place of those that do not.
 template <class T, class Y>
 struct Channels {
   const T* weight[kChannels];
-  vfloat bias;
+  float bias[kLanes<float>]{};  // repeated for each row that a vector holds
   int count;
 
   Channels(const FewRows& op, int64_t inner, int64_t channel)
-      : bias{}, count(int(least<int64_t>(kChannels, op.channels - channel))) {
+      : count(int(least<int64_t>(kChannels, op.channels - channel))) {
     for (int i = 0; i < kChannels; ++i)
       weight[i] = static_cast<const T*>(op.weight) + (channel + least(i, count - 1)) * inner;
-    if (op.bias) bias = load(static_cast<const Y*>(op.bias) + channel, count);
+    if (!op.bias) return;
+    const vfloat some = load(static_cast<const Y*>(op.bias) + channel, count);
+    for (int i = 0; i < kLanes<float>; ++i) bias[i] = some[i % kChannels];
   }
-  void store_row(vfour sums, Y* y) const {
-    vfloat whole{};
-    __builtin_memcpy(&whole, &sums, sizeof sums);
-    count == kChannels ? store(whole + bias, y, kChannels) : store(whole + bias, y, count);  // a constant is faster
+
+  // Stores one row after another from sums, which has a lane for each of their channels.
+  template <class V>
+  void store_rows(V sums, Y* y, int64_t stride) const {
+    Y whole[kLanes<float>];
+    store(widened(sums + load_bits<V>(bias)), whole);
+    for (int row = 0; row < kWidth<V> / kChannels; ++row) {
+      Y* const to = y + row * stride;
+      const Y* const from = whole + row * kChannels;
+      count == kChannels ? __builtin_memcpy(to, from, kChannels * sizeof(Y))  // a constant is faster
+                         : __builtin_memcpy(to, from, count * sizeof(Y));
+    }
   }
 };
 
-template <int rows, class T, class Y>
+// Calls f(row, their sums) for as many rows at a time as a vector has room for.
+template <int rows, class F>
+inline void add_lanes(const vfloat (*sums)[kChannels], const F& f, int row = 0) {
+  constexpr int kMost = kLanes<float> / kChannels, kNow = rows >= kMost ? kMost : rows >= 2 ? 2 : 1;
+  vfloat of[kNow * kChannels];
+  for (int i = 0; i < kNow * kChannels; ++i) of[i] = sums[i / kChannels][i % kChannels];
+  f(row, sums_of<kNow * kChannels>(of));
+  if constexpr (rows > kNow) add_lanes<rows - kNow>(sums + kNow, f, row + kNow);
+}
+
+// ahead: prefetches, by __builtin_prefetch's `locality`.
+template <int rows, int locality, class T, class Y>
 inline void tile(const Channels<T, Y>& channels, const T* x, int64_t inner, Y* y, int64_t stride, Ahead& ahead) {
   vfloat sums[rows][kChannels]{};
   for_vectors<float>(inner, [&](int64_t i, auto n) {
@@ -60,30 +112,36 @@ inline void tile(const Channels<T, Y>& channels, const T* x, int64_t inner, Y* y
       for (int channel = 0; channel < kChannels; ++channel)
         sums[row][channel] = fma(factor, weight[channel], sums[row][channel]);
     }
-    ahead.fetch(1);
+    ahead.fetch<locality>(1);
   });
-#pragma GCC unroll 6
-  for (int row = 0; row < rows; ++row) channels.store_row(sums_of(sums[row]), y + row * stride);
+  add_lanes<rows>(sums, [&](int row, auto of) { channels.store_rows(of, y + row * stride, stride); });
 }
 
 // T: what factors are multiplied in; Y: the type of bias and result.
-template <class T, class Y>
+template <int locality, class T, class Y>
 void run(const FewRows& op, int64_t channel, int64_t channel_end) {
   const int64_t inner = op.inner * int64_t(sizeof(Y)) / int64_t(sizeof(T));
   const int64_t bytes_a_step = kChannels * kLanes<float> * int64_t(sizeof(T));  // of the channels' weights
   for (; channel < channel_end; channel += kChannels) {
     const Channels<T, Y> channels(op, inner, channel);
-    Ahead ahead = Ahead::of_bytes(channels.weight[0] + kChannels * inner, bytes_a_step);
+    const bool is_last = channel + kChannels >= channel_end;
+    const void* const next = is_last && op.next ? op.next : channels.weight[0] + kChannels * inner;
+    Ahead ahead = Ahead::of_bytes(next, bytes_a_step);
     const int64_t all_rows_step = ahead.step;
     int64_t row = 0;
     const auto run_tiles = [&](auto count) {
       ahead.step = all_rows_step * count / op.rows;
       for (; row + count <= op.rows; row += count)
-        tile<count>(channels, static_cast<const T*>(op.x) + row * inner, inner,
-                    static_cast<Y*>(op.y) + row * op.channels + channel, op.channels, ahead);
+        tile<count, locality>(channels, static_cast<const T*>(op.x) + row * inner, inner,
+                              static_cast<Y*>(op.y) + row * op.channels + channel, op.channels, ahead);
     };
     run_tiles(Slot<kRows>{}), run_tiles(Slot<least(kRows, 4)>{}), run_tiles(Slot<2>{}), run_tiles(Slot<1>{});
   }
+}
+
+template <class T, class Y>
+void run(const FewRows& op, int64_t channel, int64_t channel_end) {
+  op.near ? run<3, T, Y>(op, channel, channel_end) : run<2, T, Y>(op, channel, channel_end);
 }
 
 }  // namespace

@@ -202,13 +202,12 @@ void multiply(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel
 }
 
 // The same, prefetching the next steps of rows of x, then op.next.
-template <class E>
 void multiply_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels,
                      float* sums) {
-  const Factors<E> factors(op, row, channel);
+  const Factors<float> factors(op, row, channel);
   add_products(factors, rows, channels, sums, [&](int64_t column, int64_t k) {
     const int64_t then = factors.after(k);
-    const E* const next = then ? factors.x + then : op.next ? static_cast<const E*>(op.next) : factors.x;
+    const float* const next = then ? factors.x + then : op.next ? static_cast<const float*>(op.next) : factors.x;
     return share_of_rows(next, factors.stride, rows, factors.inner_at(then), column, channels, factors.inner_at(k));
   });
 }
@@ -258,7 +257,6 @@ void float_block(const PackedLinear& op, int64_t row, int64_t rows, int64_t chan
 }
 
 // Stores the sums of a block turned: those of a row in one channel of y, those of a channel in one row.
-template <class T>
 void store_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t channel, int64_t channels,
                   const float* sums) {
   constexpr int L = kLanes<float>;
@@ -268,21 +266,11 @@ void store_turned(const PackedLinear& op, int64_t row, int64_t rows, int64_t cha
       vfloat block[L];
       for (int i = 0; i < L; ++i) block[i] = load(sums + (r + i) * kStride + c);
       transpose(block);
-      const vfloat bias = op.bias ? load(static_cast<const T*>(op.bias) + row + r, n) : vfloat{};
-      T* const y = static_cast<T*>(op.y) + (channel + c) * op.y_stride + row + r;
+      const vfloat bias = op.bias ? load(static_cast<const float*>(op.bias) + row + r, n) : vfloat{};
+      float* const y = static_cast<float*>(op.y) + (channel + c) * op.y_stride + row + r;
       for (int i = 0; i < least<int64_t>(L, channels - c); ++i)
         store(op.bias ? block[i] + bias : block[i], y + i * op.y_stride, n);
     });
-}
-
-// E: a step of the factors, T: an element of bias and y.
-template <class E, class T>
-void turned(const PackedLinear& op, int64_t row, int64_t row_end, float* sums) {
-  for (int64_t channel = 0; channel < op.channels; channel += kColumns) {
-    const int64_t rows = row_end - row, channels = least(kColumns, op.channels - channel);
-    multiply_turned<E>(op, row, rows, channel, channels, sums);
-    store_turned<T>(op, row, rows, channel, channels, sums);
-  }
 }
 
 template <class T>
@@ -341,18 +329,13 @@ void packed_left(const PackedLinear& op, int64_t begin, int64_t end) {
   });
 }
 
-void pack_weight(Weights weights, const void* weight, int64_t stride, bool across, int64_t inner, int64_t channels,
-                 void* packed) {
+void pack_weight(const float* weight, int64_t stride, bool across, int64_t inner, int64_t channels, float* packed) {
   constexpr int64_t kRowsAtOnce = 16, kWidth = kPanel<float>;  // row by row, panels may share a set of the cache
-  if (weights == Weights::bf16)
-    return pack_transposed<pair, pair>(static_cast<const pair*>(weight), stride / 2, channels,
-                                       {static_cast<pair*>(packed), inner / 2});
-  const float* const from = static_cast<const float*>(weight);
-  const Panels<float> panels{static_cast<float*>(packed), inner};
-  if (!across) return pack_transposed(from, stride, channels, panels);
+  const Panels<float> panels{packed, inner};
+  if (!across) return pack_transposed(weight, stride, channels, panels);
   for (int64_t row = 0; row < inner; row += kRowsAtOnce)
     for (int64_t channel = 0; channel < channels; channel += kWidth)
-      pack(from + row * stride + channel, stride, least(kWidth, channels - channel), 1.0f,
+      pack(weight + row * stride + channel, stride, least(kWidth, channels - channel), 1.0f,
            Panels<float>{panels.at(channel, row), least(kRowsAtOnce, inner - row)});
 }
 
@@ -379,9 +362,11 @@ int64_t turned_rows() { return kTurnedTiles * kTile; }
 
 void turned_linear(const PackedLinear& op, int64_t row, int64_t row_end, void* scratch) {
   float* const sums = static_cast<float*>(scratch);
-  if constexpr (kPairs && !kTiles)
-    if (in_pairs(op.weights)) return turned<pair, bf16>(op, row, row_end, sums);
-  turned<float, float>(op, row, row_end, sums);
+  for (int64_t channel = 0; channel < op.channels; channel += kColumns) {
+    const int64_t rows = row_end - row, channels = least(kColumns, op.channels - channel);
+    multiply_turned(op, row, rows, channel, channels, sums);
+    store_turned(op, row, rows, channel, channels, sums);
+  }
 }
 
 }  // namespace fastbert::cpu::FB_ISA

@@ -137,8 +137,9 @@ struct Ahead {
   static Ahead of_bytes(const void* from, int64_t bytes_a_step) {
     return {static_cast<const char*>(from), bytes_a_step * (kPart / kLine)};
   }
+  template <int locality = 2>  // __builtin_prefetch's: 3 is the first-level cache, 2 the second
   void fetch(int64_t steps) {
-    for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, 2);
+    for (due += steps * step; due >= kPart; due -= kPart, from += kLine) __builtin_prefetch(from, 0, locality);
   }
   // The steps from one fetch to the next: counting in every step would take registers, and long intervals would request
   // too many lines at once.

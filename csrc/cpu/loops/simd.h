@@ -127,6 +127,18 @@ inline vhalves low_halves(vuint v) { return __builtin_convertvector(v, vhalves);
 inline vbytes low_bytes(vuint v) { return __builtin_convertvector(low_halves(v), vbytes); }
 #endif
 
+// v as the first lanes; the others are 0. (Through memory, a load would wait until two stores have arrived there.)
+template <class V>
+inline vfloat widened(V v) {
+  if constexpr (kSame<V, vfloat>) return v;
+#if defined(__AVX512F__)
+  if constexpr (sizeof(V) == 32) return (vfloat)_mm512_zextps256_ps512((__m256)v);
+  if constexpr (sizeof(V) == 16) return (vfloat)_mm512_zextps128_ps512((__m128)v);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(V) == 16) return (vfloat)_mm256_zextps128_ps256((__m128)v);
+#endif
+}
+
 inline vfloat load(const float* src) { return load_bits<vfloat>(src); }
 inline vdouble load(const double* src) { return load_bits<vdouble>(src); }
 inline vfloat load(const bf16* src) { return reinterpret<vfloat>(widen(load_bits<vhalves>(src)) << 16); }
@@ -333,18 +345,25 @@ inline V reordered(V v, F from) {
   return result;
 }
 
-// Interleaves the lanes of a and b: a[first], b[first], a[first + 1], b[first + 1], ...
-template <class V>
-inline V alternate(V a, V b, int first) {
+// Lane i is that of number from(i) among the lanes of a and then those of b.
+template <class V, class F>
+inline V chosen(V a, V b, F from) {
+  constexpr int L = kWidth<V>;
   V result;
 #if defined(__GNUC__) && !defined(__clang__)
   decltype(a < b) lanes;
-  for (int i = 0; i < kWidth<V>; ++i) lanes[i] = first + i / 2 + i % 2 * kWidth<V>;
+  for (int i = 0; i < L; ++i) lanes[i] = from(i);
   result = __builtin_shuffle(a, b, lanes);
 #else
-  for (int i = 0; i < kWidth<V>; ++i) result[i] = (i % 2 ? b : a)[first + i / 2];
+  for (int i = 0; i < L; ++i) result[i] = from(i) < L ? a[from(i)] : b[from(i) - L];
 #endif
   return result;
+}
+
+// Interleaves the lanes of a and b: a[first], b[first], a[first + 1], b[first + 1], ...
+template <class V>
+inline V alternate(V a, V b, int first) {
+  return chosen(a, b, [=](int i) { return first + i / 2 + i % 2 * kWidth<V>; });
 }
 
 // Transposes L vectors of L lanes: each of log2(L) rounds interleaves vectors i and i + L / 2.
