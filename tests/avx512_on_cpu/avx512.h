@@ -125,6 +125,13 @@ inline halves cvtneps_pbh(__m512 v) {
   return converted<halves>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
 }
 
+template <class V>
+inline __m512 zextps(V v) {
+  __m512 r{};
+  __builtin_memcpy(&r, &v, sizeof v);
+  return r;
+}
+
 }  // namespace avx512_on_cpu
 
 #define _mm512_fmadd_ps avx512_on_cpu::fmadd_ps
@@ -141,6 +148,8 @@ inline halves cvtneps_pbh(__m512 v) {
 #define _mm512_cvtepi32_epi8 avx512_on_cpu::cvtepi32_epi8
 #define _mm512_cvtepi8_epi16 avx512_on_cpu::cvtepi8_epi16
 #define _mm512_cvtph_ps avx512_on_cpu::cvtph_ps
+#define _mm512_zextps256_ps512 avx512_on_cpu::zextps
+#define _mm512_zextps128_ps512 avx512_on_cpu::zextps
 #define _mm512_set1_epi32 avx512_on_cpu::set1_epi32
 #define _mm512_set1_ps avx512_on_cpu::set1_ps
 #define _mm512_mask_blend_epi32 avx512_on_cpu::mask_blend_epi32
