@@ -132,21 +132,26 @@ class BatchSizeSampler(_BatchSampler):
         many more as the ranks cannot share evenly. min_examples: if the last batch has fewer, it takes some of the one
         before, where both then have enough.
         Raises ValueError for invalid numbers, and if batches cannot be split evenly among the ranks."""
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self._batch_size, self.drop_last = batch_size, drop_last
         super().__init__(count, shuffle, seed, rank, world_size, min_examples, batch_size=batch_size)
 
+    @property
+    def batch_size(self) -> int | None:
+        """None if batches before the last may be smaller. (Hugging Face's accelerate would leave them out.)"""
+        return None if self.min_examples > 1 and self._may_top_up() else self._batch_size
+
     def _fill(self, order: Tensor) -> list[int]:
-        whole = [*range(self.batch_size, self.count + 1, self.batch_size)]
-        return whole if self.drop_last or self.count % self.batch_size == 0 else [*whole, self.count]
+        whole = [*range(self._batch_size, self.count + 1, self._batch_size)]
+        return whole if self.drop_last or self.count % self._batch_size == 0 else [*whole, self.count]
 
     def _fits(self, first: int, last: int) -> bool:
-        return last - first <= self.batch_size
+        return last - first <= self._batch_size
 
     def _may_top_up(self) -> bool:
-        return not self.drop_last and 0 < self.count % self.batch_size < self.min_examples
+        return not self.drop_last and 0 < self.count % self._batch_size < self.min_examples
 
     def identity(self) -> dict[str, Any]:
-        return {**super().identity(), "batch_size": self.batch_size, "drop_last": self.drop_last}
+        return {**super().identity(), "batch_size": self._batch_size, "drop_last": self.drop_last}
 
 
 class TokenBudgetSampler(_BatchSampler):

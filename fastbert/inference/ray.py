@@ -19,6 +19,7 @@ from fastbert.require import require
 from fastbert.warn import warn
 
 AHEAD = 2  # parts given to a worker: one is computed, the next one waits
+PATIENCE = 60  # seconds without a worker until a warning says so
 RETRIES = 5  # how often a part is tried again after its worker died
 
 
@@ -27,17 +28,20 @@ class RayEngine:
 
     A worker that dies is started again, and its parts are computed again: nothing is lost, and as a part is replaced
     whole, nothing is duplicated. If a worker dies on a part every time, the job ends with an error that names the part.
-    All machines have to see the encoder's directory and the corpus's under the same path.
+    Parts are given to workers that have started; others join as soon as Ray finds room for them. All machines have to
+    see the encoder's directory and the corpus's under the same path.
     """
 
     def __init__(
         self, source: str | Path, workers: int = 1, *, num_cpus: float = 1, num_gpus: float = 0, **options: Any
     ) -> None:
         """source, options: for `SentenceEncoder.from_pretrained`, in each worker. num_cpus, num_gpus: what Ray reserves
-        for each worker; num_cpus is also its number of threads. Raises ValueError for fewer workers than one."""
+        for each worker; num_cpus is also its number of threads, and with num_gpus its device is "cuda", unless options
+        say otherwise. Raises ValueError for fewer workers than one."""
         if workers < 1:
             raise ValueError(f"RayEngine: workers is {workers}; expected at least 1")
-        self.source, self.workers, self.options = str(source), workers, options
+        on_gpu = {"device": "cuda"} if num_gpus and "precision" not in options else {}
+        self.source, self.workers, self.options = str(source), workers, on_gpu | options
         self.resources = {"num_cpus": num_cpus, "num_gpus": num_gpus}
 
     def __call__(self, recipe: Recipe, parts: Iterator[Part], progress: Progress = None) -> None:
@@ -49,13 +53,23 @@ class RayEngine:
         kind = ray.remote(max_restarts=-1, max_task_retries=RETRIES, **self.resources)(_Worker)
         threads = max(1, int(self.resources["num_cpus"]))
         workers = [kind.remote(self.source, recipe, threads, self.options) for _ in range(self.workers)]
-        free, running = deque(workers * AHEAD), {}
+        starting = {worker.started.remote(): worker for worker in workers}
+        free, running = deque(), {}
 
         def finish_one() -> None:
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            worker, part = running.pop(done)
+            """Waits until a worker has started, or has written a part."""
+            done, _ = ray.wait([*running, *starting], num_returns=1, timeout=None if running else PATIENCE)
+            if not done:
+                return warn(
+                    f"RayEngine: in {PATIENCE} s none of {self.workers} workers has started; Ray reserves "
+                    f"{self.resources} for each"
+                )
+            if worker := starting.pop(done[0], None):
+                ray.get(done)  # its error, if it could not load the encoder
+                return free.extend([worker] * AHEAD)
+            worker, part = running.pop(done[0])
             try:
-                messages = ray.get(done)
+                messages = ray.get(done[0])
             except ray.exceptions.RayActorError as error:
                 if getattr(error, "actor_init_failed", False):
                     raise
@@ -70,7 +84,7 @@ class RayEngine:
 
         try:
             for part in parts:
-                if not free:
+                while not free:
                     finish_one()
                 worker = free.popleft()
                 running[worker.write.remote(part)] = worker, part
@@ -89,6 +103,9 @@ class _Worker:
         self.encoder, self.recipe = SentenceEncoder.from_pretrained(source, **options), recipe
         if fingerprint(self.encoder) != recipe.encoder:
             raise ValueError(f"RayEngine: {source} is another encoder than embed_corpus has; expected the same")
+
+    def started(self) -> None:
+        """Returns once Ray has found room for the worker, and it has loaded the encoder."""
 
     def write(self, part: Part) -> list[str]:
         """Writes a part. Returns its warnings for the driver to repeat, such as that texts were cut."""

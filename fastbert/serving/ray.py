@@ -9,6 +9,21 @@ from fastbert.serving.app import create_app
 from fastbert.serving.models import load
 from fastbert.serving.service import Limits, Service
 
+_SERVICES: list[Service] = []  # of this process, which is a replica
+
+
+def _kept(service: Service) -> Service:
+    _SERVICES.append(service)
+    return service
+
+
+class _Replica:
+    def check_health(self) -> None:
+        """Raises RuntimeError if inference hangs: Ray Serve, which asks every few seconds, then starts another one."""
+        for service in _SERVICES:
+            if reason := service.queue.stalled:
+                raise RuntimeError(reason)
+
 
 def create_deployment(
     models: Mapping[str, str | Path],
@@ -19,7 +34,8 @@ def create_deployment(
     deployment: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Returns a deployment for `ray.serve.run`. A replica batches by tokens itself, without Ray Serve's batching.
+    """Returns a deployment for `ray.serve.run`. A replica batches by tokens itself, without Ray Serve's batching. One
+    whose inference hangs (as `/health` says) is replaced.
 
     models: directories by name, visible to all machines. options: those of `fastbert.serving.load`. threads: for each
     replica. deployment: options of `ray.serve.deployment`, such as {"num_replicas": 4, "ray_actor_options":
@@ -32,7 +48,8 @@ def create_deployment(
         import torch
 
         torch.set_num_threads(threads)
-        return create_app(Service([load(source, name, **options) for name, source in sources.items()], limits), keys)
+        loaded = [load(source, name, **options) for name, source in sources.items()]
+        return create_app(_kept(Service(loaded, limits)), keys)
 
-    settings = {"max_ongoing_requests": 1024} | dict(deployment or {})
-    return serve.deployment(serve.ingress(build)(), **settings).bind()
+    settings = {"name": "fastbert", "max_ongoing_requests": 1024} | dict(deployment or {})
+    return serve.deployment(serve.ingress(build)(_Replica), **settings).bind()

@@ -36,7 +36,9 @@ def distribute(model: nn.Module, kind: str = "ddp", **options: Any) -> nn.Module
         return DistributedDataParallel(model, **options)
     for tensor in model.state_dict().values():
         dist.broadcast(tensor, 0)
-    for layer in [layer for part in model.modules() if isinstance(part, nn.ModuleList) for layer in part]:
+    listed = (x for part in model.modules() if isinstance(part, nn.ModuleList) for x in part)
+    layers = dict.fromkeys(x for x in listed if not isinstance(x, nn.ModuleList))  # each once
+    for layer in reversed(layers):  # layers within layers first
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 

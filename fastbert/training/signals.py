@@ -3,9 +3,12 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+
+ONE_REQUEST = 2.0  # seconds: torchrun passes on to its processes a signal that a scheduler has sent to them, too
 
 
 class Signalled:
@@ -18,24 +21,30 @@ class Signalled:
 def signals_put_off() -> Iterator[Signalled]:
     """Records the first SIGINT or SIGTERM within the block; when the block ends, the signal takes its usual course.
 
-    A second signal takes its usual course at once. Ignored signals stay ignored. Only the main thread can do this: in
-    other threads, nothing is deferred.
+    A second signal takes its usual course at once, unless it comes within ONE_REQUEST of the first. Ignored signals
+    stay ignored. Only the main thread can do this: in other threads, nothing is deferred.
     """
     signalled, process, before = Signalled(), os.getpid(), {}
+    since = 0.0  # of the first signal
 
     def restore() -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        restore()
-        if os.getpid() == process:  # not in a loader's worker, which the terminal signals too
-            signalled.number = number
+        nonlocal since
+        if os.getpid() != process:  # in a loader's worker, which the terminal signals too
+            restore()
+        elif not signalled.number:
+            signalled.number, since = number, time.monotonic()
             if callable(signal.getsignal(signal.SIGCHLD)):  # torch's, which raises if the signal kills a worker
                 before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             name = signal.Signals(number).name
             with suppress(OSError):  # there may be no stderr
                 os.write(2, f"fastbert: {name}: training ends after this step; again to end it at once\n".encode())
+        elif time.monotonic() > since + ONE_REQUEST:
+            restore()
+            signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

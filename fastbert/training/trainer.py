@@ -220,7 +220,8 @@ class AMPTrainer:
         self._require_whole(loader)
         generators = _generators(loader)  # it may be training's loader
         with keeping_modes(self.model), keeping_random_state(self.device, generators), self._autocast():
-            found = metric(unwrapped(self.model), loader, self.device)
+            model = self.model if isinstance(self.model, FSDPModule) else unwrapped(self.model)
+            found = metric(model, loader, self.device)
         if isinstance(loader, BatchLoader):
             loader.set_epoch(loader.batch_sampler.epoch)  # it may be evaluated again
         values = found if isinstance(found, Mapping) else {"loss": found}
@@ -501,16 +502,23 @@ class AMPTrainer:
         path = _checkpoint(self.output_dir, place["step"])
         facts = {"optimizer_class": type(self.optimizer).__name__, "owes_evaluation": self.owes_evaluation}
         facts |= {"best_directory": self._elsewhere(), **self._facts()}
+        failed: OSError | None = None
         if self.rank == 0:
-            with replacing(path) as file:
-                torch.save({**state, **place, **facts, "processes": everyone}, file)
-            older = self.checkpoints()[: -self.save_total_limit] if self.save_total_limit else []
-            for old in older:
-                if old != self.best_checkpoint():
-                    old.unlink()
-        if self.processes > 1:
-            dist.barrier()
+            try:
+                self._write(path, {**state, **place, **facts, "processes": everyone})
+            except OSError as error:
+                failed = error
+        if self._any(failed):  # all processes end, rather than wait for the first
+            raise failed or OSError(f"the first process cannot write {path}")
         return path
+
+    def _write(self, path: Path, state: dict[str, Any]) -> None:
+        with replacing(path) as file:
+            torch.save(state, file)
+        older = self.checkpoints()[: -self.save_total_limit] if self.save_total_limit else []
+        for old in older:
+            if old != self.best_checkpoint():
+                old.unlink()
 
     def _facts(self) -> dict[str, Any]:
         """What steps depend on besides the parts. (The number of processes is in the checkpoint too.)"""
@@ -533,7 +541,8 @@ class AMPTrainer:
         return bool(found)
 
     def load(self, path: str | Path, *, new_epoch: bool = False) -> None:
-        """Continues from a checkpoint, bit for bit if there are as many processes as wrote it.
+        """Continues from a checkpoint, bit for bit if there are as many processes as wrote it: with DDP, at most two
+        (of more, DDP adds up gradients in another order in its first step than later).
 
         new_epoch: starts a new epoch, for other data than the checkpoint's. With another number of processes the epoch
         starts over with new random numbers, and a UserWarning says so. Learning rates, their schedule and the other

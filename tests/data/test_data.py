@@ -434,6 +434,10 @@ def test_a_last_batch_takes_examples_of_the_one_before():
     assert sizes(BatchSizeSampler(3, 2, min_examples=2)) == [2, 1] and sizes(
         BatchSizeSampler(1, 4, min_examples=2)
     ) == [1]
+    for count in range(1, 23):  # accelerate leaves out small batches before the last of a sampler with a batch_size
+        shard = pytest.importorskip("accelerate").data_loader.BatchSamplerShard
+        shards = [shard(BatchSizeSampler(count, 4, min_examples=2, shuffle=False), 2, rank) for rank in (0, 1)]
+        assert {i for shard in shards for batch in shard for i in batch} == set(range(count))
     budget = functools.partial(TokenBudgetSampler, shuffle=False, min_examples=2)
     assert list(budget([2, 2, 2, 2, 2], 8)) == [[0, 1, 2], [3, 4]]
     assert list(budget([2, 2, 4, 5], 8)) == [[0, 1, 2], [3]]  # 4 and 5 are more than 8

@@ -61,6 +61,20 @@ def test_a_worker_that_is_killed_costs_nothing(directory, file, tmp_path):
     assert files_of(tmp_path / "killed") == files_of(whole.directory)
 
 
+def test_more_workers_than_ray_has_room_for(directory, file, tmp_path):
+    """Four CPUs have room for four."""
+    encoder = SentenceEncoder.from_pretrained(directory)
+    whole = embed_corpus(encoder, file, tmp_path / "whole", shard_rows=100)
+    embed_corpus(encoder, file, tmp_path / "by_ray", shard_rows=100, engine=RayEngine(directory, workers=6))
+    assert files_of(tmp_path / "by_ray") == files_of(whole.directory)
+
+
+def test_workers_with_gpus_use_them(directory):
+    assert RayEngine(directory, num_gpus=0.5).options == {"device": "cuda"}
+    assert RayEngine(directory, num_gpus=1, device="cuda:0").options == {"device": "cuda:0"}
+    assert not RayEngine(directory).options
+
+
 def test_what_a_worker_finds_wrong_is_raised(directory, file, tmp_path):
     encoder = SentenceEncoder.from_pretrained(directory, max_length=9)
     with pytest.raises(Exception, match="another encoder than embed_corpus has"):

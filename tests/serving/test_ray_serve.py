@@ -1,8 +1,10 @@
 """The application on Ray Serve: two replicas answer what one process answers, even if one of them is killed."""
 
+import contextlib
 import os
 import signal
 import time
+import types
 
 import pytest
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from serving.served import TEXTS, in_threads, same
 
 pytest.importorskip("ray.serve")
 
+import fastbert.serving.ray  # noqa: E402
 from fastbert.inference import SentenceEncoder  # noqa: E402
 from fastbert.serving.ray import create_deployment  # noqa: E402
 
@@ -40,6 +43,14 @@ def test_it_answers_as_one_process_does(served, directory):
     same(embed(TEXTS).json(), expected)
     assert embed([]).status_code == 422
     assert httpx.get(f"{ADDRESS}/info", timeout=60).json()["models"].keys() == {"sentences", "tags"}
+
+
+def test_a_replica_whose_inference_hangs_says_so(monkeypatch):
+    for reason in (None, "a batch has been computed for 90 s"):
+        service = types.SimpleNamespace(queue=types.SimpleNamespace(stalled=reason))
+        monkeypatch.setattr(fastbert.serving.ray, "_SERVICES", [service])
+        with pytest.raises(RuntimeError, match="for 90 s") if reason else contextlib.nullcontext():
+            fastbert.serving.ray._Replica().check_health()
 
 
 def test_a_replica_that_is_killed_is_replaced(served):

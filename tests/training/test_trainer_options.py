@@ -27,6 +27,7 @@ from fastbert.training import (
     linear_schedule,
     polynomial_schedule,
     set_seed,
+    signals,  # noqa: I001
 )
 
 # ---- schedules
@@ -409,7 +410,18 @@ def test_a_signal_ends_the_run_after_the_step_which_is_saved(tmp_path, handlers,
     assert len({(tmp_path / name / "evaluation.csv").read_text() for name in ("one", "two")}) == 1
 
 
-def test_a_second_signal_ends_the_run_at_once(tmp_path, handlers, capfd):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path, handlers, number):
+    """A scheduler signals torchrun and its processes, and torchrun passes it on to them."""
+    trainers.append(trainer_of(tmp_path))
+    trainers[-1].model.register_forward_hook(signalling(number, at=1, times=2))
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else Terminated):
+        trainers[-1].train(process.shuffled(), max_steps=5)
+    assert trainers[-1].step == 2 and kept(trainers[-1]) == [2] and handled() == handlers
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path, handlers, capfd, monkeypatch):
+    monkeypatch.setattr(signals, "ONE_REQUEST", -1)
     trainers.append(trainer_of(tmp_path))
     trainers[-1].model.register_forward_hook(signalling(signal.SIGINT, at=1, times=2))
     with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,8 @@ checkpoint. With --die it kills itself (SIGKILL) in the fourth step's forward, o
 checkpoint, or sends itself SIGTERM in that forward. The second command does two things with DDP and with FSDP2: it
 trains without dropout into DIR/KIND/exact, which the test compares with one process; and it checks that a resumed run
 ends where an uninterrupted one does, bit for bit: each process then prints "resumed". It also checks, with DDP, that
-all processes end together if one of them is told to: each prints "ended".
+all processes end together if one of them is told to, or cannot write: each prints "ended"; and what FSDP2 can shard:
+each prints "sharded".
 """
 
 import argparse
@@ -193,7 +194,35 @@ def ended(directory: Path, rank: int, processes: int) -> None:
     best = run("best", best=Best(patience=2), seed=0).best
     assert (best.step, best.value, best.waited) == (1, 1.0, 2)
     assert torch.initial_seed() == rank
-    print("ended")
+
+    def full_disk(*_) -> None:
+        raise OSError("No space left on device")
+
+    trainer = trainer_of(distribute(BertForMaskedLM(CONFIG)), directory / "full", 9)
+    trainer._write = full_disk  # which only the first process calls
+    try:
+        trainer.train(masking_loader(rank, processes), max_steps=1)
+    except OSError as error:
+        print("ended", error)
+
+
+def sharded(directory: Path) -> None:
+    """Lists of layers within lists, a layer that is listed twice, and a compiled model, which is also evaluated."""
+    seed()
+    twice, rows = torch.nn.Linear(4, 4), torch.randn(3, 4)
+    lists = torch.nn.ModuleList([torch.nn.ModuleList([torch.nn.Linear(4, 4), twice]), torch.nn.ModuleList([twice])])
+    stack = torch.nn.Sequential(lists[0][0], twice, twice)
+    stack.lists, expected = lists, stack(rows)
+    # Sequential runs what it registered by number; the lists are registered beside it.
+    stack.forward = lambda x: lists[1][0](lists[0][1](lists[0][0](x)))
+    assert torch.equal(distribute(stack, "fsdp")(rows), expected)
+    seed()  # `distribute` gave each process another one
+    model = BertForMaskedLM(EXACT)
+    expected = compute_mlm_loader_loss(model, labelled_batches()[1:], "cpu")
+    compiled = distribute(torch.compile(model, backend="eager"), "fsdp")
+    found = trainer_of(compiled, directory / "compiled", 9).evaluate(labelled_batches()[1:], compute_mlm_loader_loss)
+    assert abs(found["loss"] - expected) < 1e-5, (found, expected)
+    print("sharded")
 
 
 def main() -> None:
@@ -210,6 +239,7 @@ def main() -> None:
         exact_run(args.directory / kind / "exact", kind, *process)
         resumed(args.directory / kind, kind, *process)
     ended(args.directory, *process)
+    sharded(args.directory)
     leave()
 
 
