@@ -75,7 +75,8 @@ int64_t most_few_rows(const Tensor& weight) {
   if (library_is_missing(dtype)) return isa >= cpu::Isa::avx512 ? 64 : 8;
   if (dtype == ScalarType::Half) return isa == cpu::Isa::amx ? std::min<int64_t>(16, most) : most;
   if (dtype == ScalarType::Float) {
-    if (use_packing_product(dtype, 1, {weight, true})) return inner <= kNarrow ? std::min<int64_t>(192, inner / 2) : kFewRows;
+    if (use_packing_product(dtype, 1, {weight, true}))
+      return inner <= kNarrow ? std::min<int64_t>(192, inner / 2) : kFewRows;
     return is_amd_with_avx512() ? most_few_rows_of_amd(weight) : most;
   }
   if (dtype != ScalarType::BFloat16) return 0;

@@ -660,8 +660,9 @@ void check_few_rows(int64_t rows, int64_t inner, int64_t channels, DType dtype) 
               biases = PackedLayer::as(bias, dtype);
   same(name("few_rows", inner, dtype, " to ") + std::to_string(channels), [&](int threads) {
     Bytes y = filled(rows * channels, dtype, threads);
-    const cpu::FewRows op{xs.data(), weights.data(), rows % 2 ? nullptr : biases.data(), y.data(), rows, inner,
-                          channels,  dtype,          nullptr,                         rows > 3};
+    const cpu::FewRows op{
+        xs.data(), weights.data(), rows % 2 ? nullptr : biases.data(), y.data(), rows, inner, channels, dtype,
+        nullptr,   rows > 3};
     const int64_t width = loops::few_rows_width();
     in_threads(threads, (channels + width - 1) / width, [&](int64_t begin, int64_t end) {
       cpu::FewRows part = op;
