@@ -67,18 +67,15 @@ int64_t most_few_rows_of_amd(const Tensor& weight) {
 }
 
 // Up to how many rows few_rows takes less time than a library, own_product or packing_product, which first arrange all
-// weights. Elsewhere than on AMD's processors larger numbers were not measured.
-int64_t most_few_rows(const Tensor& weight) {
+// weights. Elsewhere than on AMD's processors larger numbers were not measured. packs: use_packing_product.
+int64_t most_few_rows(const Tensor& weight, bool packs) {
   const ScalarType dtype = type_of(weight);
   const cpu::Isa isa = cpu::best_isa();
   const int64_t inner = weight.size(1), most = std::min(kFewRows, inner / 4);
   if (library_is_missing(dtype)) return isa >= cpu::Isa::avx512 ? 64 : 8;
   if (dtype == ScalarType::Half) return isa == cpu::Isa::amx ? std::min<int64_t>(16, most) : most;
-  if (dtype == ScalarType::Float) {
-    if (use_packing_product(dtype, 1, {weight, true}))
-      return inner <= kNarrow ? std::min<int64_t>(192, inner / 2) : kFewRows;
-    return is_amd_with_avx512() ? most_few_rows_of_amd(weight) : most;
-  }
+  if (packs) return inner <= kNarrow ? std::min<int64_t>(192, inner / 2) : kFewRows;
+  if (dtype == ScalarType::Float) return is_amd_with_avx512() ? most_few_rows_of_amd(weight) : most;
   if (dtype != ScalarType::BFloat16) return 0;
   if (isa != cpu::Isa::avx512_bf16) return std::min<int64_t>(isa == cpu::Isa::amx ? 4 : 8, most);
   return is_amd_with_avx512() ? most_few_rows_of_amd(weight) : most;
@@ -93,7 +90,8 @@ By whom(int64_t rows, const Tensor& weight) {
   if (rows == 0 || weight.numel() == 0 || !user_wants_onednn()) return By::torch;
   const bool packs = use_packing_product(type, rows, {weight, true});
   const bool has_loops = FB_BEST_ISA(few_rows);
-  if (has_loops && rows <= most_few_rows(weight) && !(packs && packs_rows(rows, {weight, true}))) return By::few_rows;
+  const bool turns = packs && packs_rows(rows, {weight, true});
+  if (has_loops && !turns && rows <= most_few_rows(weight, packs)) return By::few_rows;
   if (has_loops && library_is_missing(type)) return By::own_product;
   if (!packs && !(type == ScalarType::Float && aoti_torch_cpu__linear_pointwise)) return By::torch;
   if (is_small(rows, weight)) return By::mkl;

@@ -99,8 +99,7 @@ Tensor turned_product(const Tensor& a, const Tensor& b, const Tensor* bias) {
 }  // namespace
 
 bool use_packing_product(ScalarType type, int64_t rows, const Factor& b) {
-  const bool is_avx2 = cpu::best_isa() == cpu::Isa::avx2 || cpu::best_isa() == cpu::Isa::avx2_vnni;
-  if (!is_avx2 || type != ScalarType::Float || type_of(b.matrix) != type) return false;
+  if (!packs_either_factor() || type != ScalarType::Float || type_of(b.matrix) != type) return false;
   return rows > 0 && std::min(b.rows(), b.columns()) >= kThin;
 }
 
@@ -111,6 +110,7 @@ bool packs_rows(int64_t rows, const Factor& b) {
 }
 
 Tensor packing_product(const Tensor& a, const Factor& b, const Tensor* bias) {
+  FB_CHECK(type_of(a) == ScalarType::Float, "linear: expected float32 where a factor is packed");
   const int64_t columns = b.columns();
   const bool all_have_work = columns >= 2 * FB_BEST_ISA(turned_rows)() * threads();
   if (all_have_work && packs_rows(a.size(0), b)) return turned_product(a, b.matrix, bias);

@@ -56,7 +56,7 @@ class RayEngine:
         starting = {worker.started.remote(): worker for worker in workers}
         free, running = deque(), {}
 
-        def finish_one() -> None:
+        def wait_for_one() -> None:
             """Waits until a worker has started, or has written a part."""
             done, _ = ray.wait([*running, *starting], num_returns=1, timeout=None if running else PATIENCE)
             if not done:
@@ -85,11 +85,11 @@ class RayEngine:
         try:
             for part in parts:
                 while not free:
-                    finish_one()
+                    wait_for_one()
                 worker = free.popleft()
                 running[worker.write.remote(part)] = worker, part
             while running:
-                finish_one()
+                wait_for_one()
         finally:
             for worker in workers:
                 ray.kill(worker)

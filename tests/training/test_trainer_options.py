@@ -27,7 +27,7 @@ from fastbert.training import (
     linear_schedule,
     polynomial_schedule,
     set_seed,
-    signals,  # noqa: I001
+    signals,
 )
 
 # ---- schedules

@@ -206,16 +206,25 @@ def ended(directory: Path, rank: int, processes: int) -> None:
         print("ended", error)
 
 
+class Nested(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        once, twice = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.groups = torch.nn.ModuleList([torch.nn.ModuleList([once, twice]), torch.nn.ModuleList([twice])])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for group in self.groups:
+            for layer in group:
+                x = layer(x)
+        return x
+
+
 def sharded(directory: Path) -> None:
     """Lists of layers within lists, a layer that is listed twice, and a compiled model, which is also evaluated."""
     seed()
-    twice, rows = torch.nn.Linear(4, 4), torch.randn(3, 4)
-    lists = torch.nn.ModuleList([torch.nn.ModuleList([torch.nn.Linear(4, 4), twice]), torch.nn.ModuleList([twice])])
-    stack = torch.nn.Sequential(lists[0][0], twice, twice)
-    stack.lists, expected = lists, stack(rows)
-    # Sequential runs what it registered by number; the lists are registered beside it.
-    stack.forward = lambda x: lists[1][0](lists[0][1](lists[0][0](x)))
-    assert torch.equal(distribute(stack, "fsdp")(rows), expected)
+    nested, rows = Nested(), torch.randn(3, 4)
+    expected = nested(rows)
+    assert torch.equal(distribute(nested, "fsdp")(rows), expected)
     seed()  # `distribute` gave each process another one
     model = BertForMaskedLM(EXACT)
     expected = compute_mlm_loader_loss(model, labelled_batches()[1:], "cpu")

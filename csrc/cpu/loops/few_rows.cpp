@@ -44,14 +44,10 @@ inline auto sums_of(const V (&of)[n]) {
   if constexpr (n == kWidth<V>) {
     return tree<n / 2>(of);
   } else {
-    typedef FB_VECTOR(float, sizeof(V) / 2) Half;
-    Half folded[n];
-    for (int i = 0; i < n; ++i) {
-      Half halves[2];
-      __builtin_memcpy(halves, &of[i], sizeof halves);
-      folded[i] = halves[0] + halves[1];
-    }
-    return sums_of<n>(folded);
+    const auto add = [](auto a, auto b) { return a + b; };
+    decltype(halved(of[0], add)) halves[n];
+    for (int i = 0; i < n; ++i) halves[i] = halved(of[i], add);
+    return sums_of<n>(halves);
   }
 }
 
@@ -61,23 +57,22 @@ inline auto sums_of(const V (&of)[n]) {
 template <class T, class Y>
 struct Channels {
   const T* weight[kChannels];
-  float bias[kLanes<float>]{};  // repeated for each row that a vector holds
+  vfloat bias;  // repeated for each row that a vector holds
   int count;
 
   Channels(const FewRows& op, int64_t inner, int64_t channel)
-      : count(int(least<int64_t>(kChannels, op.channels - channel))) {
+      : bias{}, count(int(least<int64_t>(kChannels, op.channels - channel))) {
     for (int i = 0; i < kChannels; ++i)
       weight[i] = static_cast<const T*>(op.weight) + (channel + least(i, count - 1)) * inner;
-    if (!op.bias) return;
-    const vfloat some = load(static_cast<const Y*>(op.bias) + channel, count);
-    for (int i = 0; i < kLanes<float>; ++i) bias[i] = some[i % kChannels];
+    if (op.bias)
+      bias = reordered(load(static_cast<const Y*>(op.bias) + channel, count), [](int i) { return i % kChannels; });
   }
 
   // Stores one row after another from sums, which has a lane for each of their channels.
   template <class V>
   void store_rows(V sums, Y* y, int64_t stride) const {
     Y whole[kLanes<float>];
-    store(widened(sums + load_bits<V>(bias)), whole);
+    store(widened(sums + load_bits<V>(&bias)), whole);
     for (int row = 0; row < kWidth<V> / kChannels; ++row) {
       Y* const to = y + row * stride;
       const Y* const from = whole + row * kChannels;

@@ -380,30 +380,26 @@ inline void transpose(V (&rows)[kWidth<V>]) {
   }
 }
 
-// Reduces the lanes to a vector of 16 bytes: f combines their two halves until that is left.
+// A vector of half as many lanes: f combines the two halves.
 template <class V, class F>
-inline auto folded_to_16_bytes(V v, F f) {
-  if constexpr (sizeof(V) > 16) {
-    using M = decltype(v[0] + 0);
-    typedef FB_VECTOR(M, sizeof(V) / 2) Half;
-    Half halves[2];
-    __builtin_memcpy(halves, &v, sizeof v);
-    return folded_to_16_bytes(f(halves[0], halves[1]), f);
-  } else {
-    return v;
-  }
+inline auto halved(V v, F f) {
+  using M = decltype(v[0] + 0);
+  typedef FB_VECTOR(M, sizeof(V) / 2) Half;
+  Half halves[2];
+  __builtin_memcpy(halves, &v, sizeof v);
+  return f(halves[0], halves[1]);
 }
 
 // Reduces the lanes to one number in the same way.
 template <class V, class F>
 inline auto folded(V v, F f) {
   using M = decltype(v[0] + 0);
-  const auto last = folded_to_16_bytes(v, f);
-  if constexpr (sizeof(M) == 8) {
-    return f(M(last[0]), M(last[1]));
-  } else {
-    return f(f(M(last[0]), M(last[2])), f(M(last[1]), M(last[3])));
-  }
+  if constexpr (sizeof(V) > 16)
+    return folded(halved(v, f), f);
+  else if constexpr (sizeof(M) == 8)
+    return f(M(v[0]), M(v[1]));
+  else
+    return f(f(M(v[0]), M(v[2])), f(M(v[1]), M(v[3])));
 }
 
 // Sum and largest of the lanes, in one fixed order. A NaN makes a sum NaN, but not always the largest.
