@@ -496,8 +496,12 @@ def evaluate_sts_metrics(
 
     encoder: a `SentenceEncoder` or `SparseEncoder`, whose similarity is used. options: for `encode`. Equal values share
     their mean rank; if all similarities are equal, both correlations are 0. Equivalent to `scipy.stats.spearmanr` and
-    `pearsonr`. Raises ValueError for unequal numbers, and for scores that are not finite or all equal.
+    `pearsonr`. Raises ValueError for unequal numbers, and for scores that are not finite or all equal; TypeError for an
+    encoder that encodes queries and documents differently and has no `encode`.
     """
+    if not hasattr(encoder, "encode"):
+        found = type(encoder).__name__
+        raise TypeError(f"evaluate_sts_metrics: encoder is a {found}; expected a SentenceEncoder or SparseEncoder")
     given = np.asarray(scores, np.float64)
     if not len(texts) == len(others) == len(given) or not np.isfinite(given).all() or len(set(given.tolist())) < 2:
         raise ValueError(

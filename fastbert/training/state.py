@@ -79,14 +79,18 @@ def drawing_apart(loader: Iterable[T], start: Callable[[], Any], device: torch.d
         yield item
 
 
+class DamagedCheckpoint(ValueError):
+    """A file that is no checkpoint, or is damaged."""
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint to the host, checksums verified. Raises FileNotFoundError; ValueError for a damaged file."""
+    """Reads a checkpoint to the host, checksums verified. Raises FileNotFoundError and DamagedCheckpoint."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
         state = torch.load(path, map_location="cpu", weights_only=True) if damaged is None else None
     except (zipfile.BadZipFile, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path} is not a checkpoint, or was cut off: {error}") from error
+        raise DamagedCheckpoint(f"{path} is not a checkpoint, or was cut off: {error}") from error
     if not isinstance(state, dict) or "processes" not in state:
-        raise ValueError(f"{path} is {f'damaged, in {damaged}' if damaged else 'no checkpoint of AMPTrainer'}")
+        raise DamagedCheckpoint(f"{path} is {f'damaged, in {damaged}' if damaged else 'no checkpoint of AMPTrainer'}")
     return state

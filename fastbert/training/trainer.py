@@ -29,6 +29,7 @@ from fastbert.training.logs import TABLES, Log, keep_rows, opened_logs
 from fastbert.training.losses import Batch, compute_loader_loss, label_counts, loss_terms, to_device, unwrapped
 from fastbert.training.signals import Signalled, signals_put_off
 from fastbert.training.state import (
+    DamagedCheckpoint,
     drawing_apart,
     keeping_random_state,
     random_state,
@@ -534,10 +535,15 @@ class AMPTrainer:
         return None if here else str(self.best_directory.resolve())
 
     def resume(self) -> bool:
-        """Loads the newest checkpoint in output_dir. Returns False if there is none. Raises as `load`."""
+        """Loads the newest checkpoint in output_dir. Returns False if there is none. Raises as `load`; if the file is
+        corrupt, the error names the checkpoint before it."""
         found = self.checkpoints()
-        if found:
-            self.load(found[-1])
+        try:
+            if found:
+                self.load(found[-1])
+        except DamagedCheckpoint as error:
+            before = f"{found[-2]} is the checkpoint before it" if found[:-1] else "there is no checkpoint before it"
+            raise DamagedCheckpoint(f"{error}; {before}") from error
         return bool(found)
 
     def load(self, path: str | Path, *, new_epoch: bool = False) -> None:

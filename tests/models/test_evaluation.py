@@ -255,6 +255,8 @@ def test_sts_is_as_sentence_transformers_evaluates_it(tmp_path, tokenizer):
     for given in (([1, 2], [3]), ([1, 1], [3, 4]), ([1, float("nan")], [3, 4])):
         with pytest.raises(ValueError, match="evaluate_sts_metrics: there are 2 and .*; expected a finite score"):
             evaluate_sts_metrics(encoder, texts[:2], list(map(str, given[1])), given[0])
+    with pytest.raises(TypeError, match="encoder is a MultiVectorEncoder; expected a SentenceEncoder or SparseEncoder"):
+        evaluate_sts_metrics(MultiVectorEncoder(small(tokenizer), tokenizer), texts, others, scores)
 
 
 def test_training_keeps_the_checkpoint_that_finds_most(tmp_path, tokenizer):

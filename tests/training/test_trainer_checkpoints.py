@@ -443,11 +443,24 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(tmp_path, damag
     changes = {"hidden_size": 16} if damage == "other weights" else {}
     other = process.trainer_of(BertForMaskedLM(CONFIG.changed(**changes)), tmp_path, 10)
     before = copy.deepcopy(other.model.state_dict())
-    with pytest.raises(RuntimeError if changes else ValueError, match="wrong shape" if changes else str(path)):
+    expected = rf"{path} is .*; there is no checkpoint before it"
+    with pytest.raises(RuntimeError if changes else ValueError, match="wrong shape" if changes else expected):
         other.resume()
     assert all(torch.equal(x, before[name]) for name, x in other.model.state_dict().items()) and other.step == 0
     with pytest.raises(FileNotFoundError):
         other.load(tmp_path / "checkpoint-00000099.pt")
+
+
+def test_beside_a_damaged_checkpoint_the_one_before_it_is_named(tmp_path):
+    trainer = process.trainer_of(BertForMaskedLM(CONFIG), tmp_path, 10)
+    for steps in (1, 2):
+        trainer.train(process.shuffled(), max_steps=steps)
+    before, newest = trainer.checkpoints()
+    newest.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"{newest} is not a checkpoint, .*; {before} is the checkpoint before it"):
+        trainer.resume()
+    trainer.load(before)
+    assert trainer.step == 1
 
 
 def test_a_loader_that_has_shrunk_is_refused(tmp_path):
