@@ -18,7 +18,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -208,21 +208,28 @@ def read(folder: Path) -> dict[str, list[File]]:
 # ---- tables
 
 
+Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]  # (header, rows) -> a Markdown table
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
+
+
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned for readers of its source."""
+    """`markdown` for a terminal: columns are as wide as their cells."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     rule = ["-" * width for width in widths]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in (header, rule, *rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def table(cases: Sequence[Case]) -> str:
+def table(cases: Sequence[Case], form: Table) -> str:
     """A row for each form of fastbert in each case; a column for each contender that was timed beside one of them."""
     rows = [row for case in cases for row in case.rows]
     compared = {name for row in rows for name in row.ratios}
     names = [name for name in dict.fromkeys(name for case in cases for name in case.lines) if name in compared]
     header = ["case", "type", "ms", "% floor", "% library", "memory", *(SHORT.get(name, name) for name in names)]
-    return aligned(header, [_cells(row, names) for row in rows])
+    return form(header, [_cells(row, names) for row in rows])
 
 
 def _cells(row: Row, names: Sequence[str]) -> list[str]:
@@ -279,10 +286,10 @@ def in_full(case: Case) -> str:
     return "\n".join([*parts, *[f"not run: {'; '.join(absent)}"] * bool(absent)])
 
 
-def tables(cases: Sequence[Case]) -> dict[str, str]:
+def tables(cases: Sequence[Case], form: Table = aligned) -> dict[str, str]:
     """The tables by family."""
     found = {name: [case for case in cases if case.family == name] for name in ("modules", "ops", "growth")}
-    return {name: table(members) for name, members in found.items() if members}
+    return {name: table(members, form) for name, members in found.items() if members}
 
 
 def not_installed(cases: Iterable[Case]) -> list[str]:
@@ -360,7 +367,7 @@ def lost(device: str, files: Sequence[File]) -> list[str]:
     found = [(times, [*cells, file.name]) for file in files for times, cells in slower(file.cases)]
     rows = [cells for _, cells in sorted(found, key=lambda one: (-one[0], one[1]))]
     header = ("case", "fastbert's form", "who is faster, and how many times", "file")
-    return [f"### Slower: {device}", aligned(header, rows)] if rows else []
+    return [f"### Slower: {device}", markdown(header, rows)] if rows else []
 
 
 def section(device: str, files: Sequence[File]) -> str:
@@ -390,7 +397,7 @@ def is_usual(facts: Mapping) -> bool:
 
 def in_page(file: File) -> list[str]:
     """Origin, tables, and what was left out."""
-    found, left_out = tables(file.cases), file.head["left_out"]
+    found, left_out = tables(file.cases, markdown), file.head["left_out"]
     parts = [f"### {file.name}", origin(file)]
     parts += [found["modules"]] if "modules" in found else []
     parts += [folded("Operations", found["ops"])] if "ops" in found else []
@@ -423,6 +430,7 @@ def draw(cases: Sequence[tuple[str, Case]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams |= {"svg.hashsalt": "fastbert", "svg.fonttype": "none", "font.size": 8}
+    matplotlib.rcParams |= {"font.sans-serif": ["DejaVu Sans"], "ytick.left": False}
     rows = [row for _, case in cases for row in case.rows]
     labels = [f"{row.case.title}, {row.dtype} ({Path(name).stem})" for name, case in cases for row in case.rows]
     figure = Figure(figsize=(8, 1.5 + 0.28 * len(rows)))

@@ -7,11 +7,11 @@ registers, spilled bytes and shared memory of any of its variants, and all notew
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.report import ROOT, markdown
+
 FULL = ("kernel", "variant", "launch", "registers", "spilled", "shared", "instructions")
 SHORT = ("kernel", "GPU", "variants", "registers", "spilled", "shared", "instructions")
 
@@ -39,12 +39,8 @@ class Compiled:
 Kernels = Mapping[int, Sequence[Compiled]]  # by architecture: 90 is sm_90
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)) + "\n"
-
-
 def full(kernels: Kernels) -> str:
-    return "\n".join(f"## sm_{gpu}\n\n{table(FULL, [v.cells for v in found])}" for gpu, found in kernels.items())
+    return "\n".join(f"## sm_{gpu}\n\n{markdown(FULL, [v.cells for v in found])}\n" for gpu, found in kernels.items())
 
 
 def short(kernels: Kernels) -> list[list[str]]:
@@ -101,6 +97,6 @@ def main(
     else:
         whole.parent.mkdir(exist_ok=True)
         whole.write_text(f"{head()}\n{full(kernels)}", encoding="utf-8")
-        report.write_text(f"{head()}\n{table(SHORT, short(kernels))}", encoding="utf-8")
+        report.write_text(f"{head()}\n{markdown(SHORT, short(kernels))}\n", encoding="utf-8")
     print("\n".join(found), end="\n" if found else "", file=sys.stderr)
     return 1 if found else 0

@@ -385,7 +385,7 @@ def test_the_check_sees_what_changed():
     """The registers of the worst variant are compared only if the same version of Triton wrote the report."""
     first = Compiled("a._forward", "M=64", "4 warps, 3 stages", 100, 0, 1024, {"wgmma": 2, "TMA": 0})
     second, old = dataclasses.replace(first, variant="M=32", registers=40), {80: [first]}
-    table = compiled.table(compiled.SHORT, compiled.short(old | {90: [first, second]}))
+    table = compiled.markdown(compiled.SHORT, compiled.short(old | {90: [first, second]}))
     assert "| a._forward | sm_90 | 2 | 100 | 0 | 1024 | wgmma |" in table and "| sm_80 | 1 |" in table
     written = f"{report.head()}\n{table}"
     other_version = written.replace(f"Triton {triton.__version__}", "Triton 1.0")
